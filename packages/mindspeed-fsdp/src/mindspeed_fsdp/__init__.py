@@ -1,0 +1,1 @@
+"""The FSDP2 trainer: any transformers model, sharded by PyTorch's fully_shard."""

@@ -1,0 +1,1 @@
+"""Model families and their weight rules in both directions, chat text, the catalog and the planner."""

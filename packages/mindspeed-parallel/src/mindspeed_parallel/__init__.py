@@ -1,0 +1,1 @@
+"""Parallel algorithms: meshes, context and expert parallelism; megatron-core's groups, layer specs and features."""

@@ -1,0 +1,161 @@
+"""The recipe: one frozen dataclass a section, shared by both backends.
+
+Field comments are the documentation of the recipe; ``mindspeed_runtime.config`` reads YAML into these. A field of
+None says in its comment whether that means off or derived.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and where its first weights come from."""
+
+    path: str  # Hugging Face folder, GGUF file, or checkpoint folder of this project
+    init: Literal["weights", "random"] = "weights"  # random: the config of path, fresh weights
+    init_std: float = 0.02  # of random weights
+    tokenizer: str | None = None  # folder; None: beside the weights
+    dropout: float | None = None  # attention dropout probability; None: what the model's config says
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on. Relative paths are relative to the recipe file."""
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...] = ()
+    format: Literal["text", "messages", "alpaca"] = "text"  # text: pre-training; the others: chat rows
+    text_key: str = "text"  # the field of a jsonl row that holds the text (format text)
+    sequence: int = 512  # tokens a row
+    packing: bool = False  # several documents a row, attention kept apart, positions restarted
+    padding: Literal["full", "longest"] = "full"  # longest: of the global batch, rounded up to what the layout needs
+    chat_template: str | None = None  # file with a Jinja template; None: the tokenizer's own
+    shuffle: bool = True
+    cache: str | None = None  # folder of tokenised data; None: below the output folder
+    bad_rows: Literal["stop", "skip"] = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Degrees that both backends know. Data parallelism is what the number of processes leaves."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False  # sequence parallelism over the tensor axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """What only the Megatron backend knows."""
+
+    virtual: int = 1  # model chunks a pipeline stage
+    layers: tuple[int, ...] | None = None  # layers of each stage (uneven splits); None: evenly
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp2Config:
+    """What only the FSDP2 backend knows."""
+
+    shard: int | Literal["auto"] = "auto"
+    replicate: int = 1
+    offload: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """Which parameters are trained."""
+
+    method: Literal["full"] = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW as Loshchilov and Hutter define it, decoupled weight decay."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 1.0e-5
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1.0e-8
+    clip: float | None = 1.0  # largest global gradient norm; None: off
+    decay_1d: bool = False  # weight decay on norms and biases too
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run."""
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long and in what pieces."""
+
+    steps: int | None = None  # optimizer steps; None: from epochs
+    epochs: float | None = None  # passes over the training rows; None: from steps
+    global_batch: int = 8  # rows an optimizer step
+    micro_batch: int = 1  # rows a forward pass
+    seed: int = 1234
+    precision: Literal["bf16", "fp32"] = "bf16"
+    validate_every: int | None = None  # steps; None: off
+    validate_batches: int | None = None  # global batches of a validation; None: all rows
+    generate_every: int | None = None  # steps between sample generations; None: off
+    generate_prompts: tuple[str, ...] = ()
+    max_bad_steps: int = 5  # steps with non-finite gradients in a row before the run stops
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Memory against time."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept, and where. The folder also holds logs, metrics and the exported model."""
+
+    folder: str = "out"  # relative to the working directory
+    every: int | None = None  # steps; None: at the end only
+    keep_last: int | None = 2  # None: all
+    export_hf: bool = True  # final weights in Hugging Face format, folder/hf
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Processes and devices."""
+
+    device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
+    timeout_s: float = 600.0  # of one collective
+    port: int | None = None  # rendezvous; None: a free one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole run."""
+
+    backend: Literal["megatron", "fsdp2"] = "megatron"
+    stage: Literal["pretrain", "sft"] = "sft"
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    fsdp2: Fsdp2Config = field(default_factory=Fsdp2Config)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    kernels: dict[str, str] = field(default_factory=dict)  # operator: implementation
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # feature: its options
