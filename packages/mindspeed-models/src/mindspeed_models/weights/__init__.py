@@ -1,0 +1,1 @@
+"""Weights: names, layout, placement, storage, conversion."""
