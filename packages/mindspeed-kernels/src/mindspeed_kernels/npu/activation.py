@@ -1,0 +1,9 @@
+"""SwiGLU on Ascend."""
+
+import torch_npu
+from torch import Tensor
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """See ``ops.activation.swiglu``."""
+    return torch_npu.npu_swiglu(x, dim=-1)

@@ -1,0 +1,9 @@
+"""RMSNorm on Ascend."""
+
+import torch_npu
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``ops.norm.rms_norm``."""
+    return torch_npu.npu_rms_norm(x, weight, epsilon=eps)[0]

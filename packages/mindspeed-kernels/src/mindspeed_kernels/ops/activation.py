@@ -1,0 +1,21 @@
+"""Gated activations."""
+
+from torch import Tensor
+from torch.nn import functional
+
+from .table import Implementation, Operator
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(a) * b of x (..., 2 N) = (a, b) (Shazeer, 2020). Returns (..., N)."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _npu() -> object:
+    from ..npu.activation import swiglu as npu
+
+    return npu
+
+
+SWIGLU = Operator(name="swiglu", reference=swiglu, faster={"npu": Implementation(load=_npu, kinds=("npu",))})

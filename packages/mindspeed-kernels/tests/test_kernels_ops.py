@@ -1,0 +1,122 @@
+"""Every implementation against the definition: values and gradients."""
+
+import logging
+import re
+
+import pytest
+import torch
+from mindspeed_kernels.bundle import Kernels, OpError
+from mindspeed_kernels.device import Device, DeviceError, detect, open_device
+from mindspeed_kernels.ops.attention import attention, sdpa, visible
+from mindspeed_kernels.ops.norm import rms_norm
+from mindspeed_kernels.reference import fp64
+from torch.nn import functional
+
+CPU = Device(kind="cpu")
+
+
+def _attention_inputs(dtype=torch.float64, batch=2, length=13, heads=6, kv_heads=2, dim=8):
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim))
+    return [
+        (3 * torch.randn(batch, length, *shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes
+    ]
+
+
+DOCUMENTS = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13])
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "documents"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_sdpa_attention_equals_its_definition(documents, window, scale):
+    results = []
+    for function in (attention, sdpa):
+        inputs = _attention_inputs()
+        with fp64():
+            out = function(*inputs, documents=documents, window=window, scale=scale)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        (out * weights).sum().backward()
+        results.append((out.detach(), *(x.grad for x in inputs)))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_sees_neither_the_future_nor_another_document_nor_past_its_window():
+    q, k, v = (x.detach() for x in _attention_inputs())
+    base = attention(q, k, v, documents=DOCUMENTS, window=3)
+    for poisoned in range(13):
+        changed = v.clone()
+        changed[:, poisoned] += 100
+        moved = (attention(q, k, changed, documents=DOCUMENTS, window=3) != base).any(-1).any(-1)
+        for row in range(2):
+            expected = [
+                poisoned <= t < poisoned + 3 and bool(DOCUMENTS[row, t] == DOCUMENTS[row, poisoned]) for t in range(13)
+            ]
+            assert moved[row].tolist() == expected
+
+
+def test_attention_dropout_keeps_the_expectation_and_follows_the_seed():
+    q, k, v = (x.detach() for x in _attention_inputs(length=33))
+    whole = attention(q, k, v)
+    torch.manual_seed(3)
+    runs = torch.stack([attention(q, k, v, dropout=0.2) for _ in range(600)])
+    torch.manual_seed(3)
+    assert torch.equal(attention(q, k, v, dropout=0.2), runs[0])
+    assert not torch.equal(runs[0], runs[1])
+    assert (runs.mean(0) - whole).abs().max() < 0.1 * whole.abs().max()
+
+
+def test_visible_is_a_triangle_when_nothing_is_kept_apart():
+    assert torch.equal(visible(5, None, None, torch.device("cpu")), torch.ones(5, 5).tril().bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_torch_in_its_dtype(dtype):
+    x, weight = torch.randn(3, 7, 24).to(dtype), torch.randn(24).to(dtype)
+    reference = functional.rms_norm(x.double(), (24,), weight.double(), 1e-5)
+    assert (rms_norm(x, weight, 1e-5).double() - reference).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)
+    assert rms_norm(x, weight, 1e-5).dtype == dtype
+
+
+def test_a_named_kernel_that_cannot_run_is_an_error_that_lists_what_can():
+    with pytest.raises(
+        OpError, match=re.escape("kernels.attention: no 'npu' implementation for cpu; here: reference, sdpa")
+    ):
+        Kernels.for_device(CPU, {"attention": "npu"})
+    with pytest.raises(OpError, match=r"kernels.atention: no such operator"):
+        Kernels.for_device(CPU, {"atention": "sdpa"})
+
+
+def test_auto_says_what_it_chose(caplog):
+    with caplog.at_level(logging.INFO):
+        kernels = Kernels.for_device(CPU)
+    assert kernels.chosen["attention"] == "sdpa" and kernels.attention is sdpa
+    assert "attention=sdpa" in caplog.text
+    assert Kernels.for_device(CPU, {"attention": "reference"}).attention is attention
+
+
+def test_a_device_that_is_absent_is_refused_by_name():
+    assert detect() == "cpu" or torch.cuda.is_available()
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="device cuda: torch finds no CUDA device"):
+            open_device("cuda")
+    with pytest.raises(DeviceError, match="device 'tpu': unknown"):
+        open_device("tpu")
+
+
+def test_the_device_generator_is_restored_exactly():
+    device = open_device("cpu")
+    device.manual_seed(5)
+    state = device.rng_state()
+    first = torch.rand(4)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_process_memory_is_measured():
+    before = CPU.memory()
+    held = torch.ones(30_000_000)
+    after = CPU.memory()
+    assert 100e6 < after.allocated - before.allocated < 140e6 and after.peak >= after.allocated > 0
+    assert held.numel() and after.total > after.peak

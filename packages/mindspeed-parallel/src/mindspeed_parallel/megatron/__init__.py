@@ -1,0 +1,1 @@
+"""What this project adds to megatron-core: groups, layers chosen by spec, and the only patches."""

@@ -1,0 +1,208 @@
+"""Layers that megatron-core builds by spec, and a decoder that knows documents and positions.
+
+Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D head dim.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from mindspeed_kernels.bundle import Kernels
+from torch import Tensor, nn
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """megatron-core's configuration and what our layers need besides."""
+
+    kernels: Kernels | None = None
+    windows: tuple[
+        int | None, ...
+    ] = ()  # sliding window of every layer of the whole model, itself counted; empty: none
+    num_tokens: int = 0  # true size of the vocabulary, without the rows that pad it
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Which tokens belong together, in the form in which megatron-core passes such things to attention.
+
+    ``documents`` (B, S): attention stays inside equal numbers. None: causal attention is enough.
+    """
+
+    documents: Tensor | None = None
+
+    @classmethod
+    def of(cls, documents: Tensor | None, length: int) -> "PackedDocuments | None":
+        """None where nothing has to be kept apart."""
+        if documents is None:
+            return None
+        return cls(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, documents=documents)
+
+
+class Norm(nn.Module):
+    """RMSNorm through the chosen kernel. Its weight is marked for the gradient sum that sequence parallelism needs."""
+
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        assert config.normalization == "RMSNorm" and config.kernels is not None
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+        self.kernel = config.kernels.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., hidden_size) -> the same shape."""
+        return self.kernel(x, self.weight, self.eps)
+
+
+class CoreAttention(nn.Module):
+    """Softmax attention of this rank's heads through the chosen kernel."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.kernels is not None
+        self.kernel = config.kernels.attention
+        self.window = config.windows[layer_number - 1] if config.windows else None
+        self.scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query (S, B, H, D); key, value (S, B, K, D) -> (S, B, H * D)."""
+        assert attention_mask is None and attention_bias is None
+        documents = packed_seq_params.documents if isinstance(packed_seq_params, PackedDocuments) else None
+        dropout = self.dropout if self.training else 0.0
+        # Each tensor rank drops other elements: its heads are its own.
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        with fork:
+            out = self.kernel(q, k, v, documents=documents, window=self.window, scale=self.scale, dropout=dropout)
+        return out.transpose(0, 1).flatten(2)
+
+
+class SpecProvider(LocalSpecProvider):
+    """The layers of this project, where megatron-core lets a backend choose."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return CoreAttention
+
+
+def dense_layer(*, qk_norm: bool, provider: SpecProvider | None = None) -> ModuleSpec:
+    """A pre-norm decoder layer with a gated MLP; checkpoint names are the module names."""
+    provider = provider or SpecProvider()
+    norm = provider.layer_norm(rms_norm=True)
+    head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class Rotary(nn.Module):
+    """Rotary angles from given inverse frequencies, at given positions.
+
+    Stands where GPTModel keeps its own. Half-split rotary (Su et al., 2021, in the layout of GPT-NeoX).
+    """
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        """inverse_frequencies (D / 2,)."""
+        super().__init__()
+        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        self._positions: Tensor | None = None
+
+    @contextlib.contextmanager
+    def at(self, positions: Tensor) -> Iterator[None]:
+        """Use ``positions`` (B, S) for the forward passes inside."""
+        self._positions = positions
+        try:
+            yield
+        finally:
+            self._positions = None
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        """GPTModel asks; positions say it already."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Angles (S, B, 1, D) in the dtype of the frequencies."""
+        assert self._positions is not None
+        angles = self._positions.t()[..., None, None] * self.inverse_frequencies  # (S, B, 1, D / 2)
+        return torch.cat((angles, angles), dim=-1)
+
+
+class Decoder(GPTModel):
+    """GPTModel with explicit positions and a vocabulary whose padding stays out of the softmax."""
+
+    def use_rotary(self, rotary: Rotary) -> None:
+        """Take the angles from ``rotary``."""
+        self.rotary_pos_emb = rotary
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self.rotary_pos_emb.at(position_ids):
+            return super()._preprocess(input_ids, position_ids, *args, **kwargs)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of every token.   labels (B, S), logits (S, B, V of this rank) -> (B, S)."""
+        return super().compute_language_model_loss(labels.clamp(min=0), self._without_padding(logits))
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        local = logits.shape[-1]
+        true = self.config.num_tokens - local * self.pg_collection.tp.rank()
+        if true >= local:
+            return logits
+        padding = torch.arange(local, device=logits.device) >= true
+        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)

@@ -1,0 +1,98 @@
+"""Everything that a rank holds while it trains: device, groups, model, engine.
+
+``open_session`` builds it in the order in which a run needs it and takes it down again, so that training, proofs and
+checks of a checkpoint all stand on the same ground.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from mindspeed_kernels.bundle import Kernels
+from mindspeed_kernels.device import Device, open_device
+from mindspeed_kernels.reference import fp64
+from mindspeed_models.families.arch import Arch
+from mindspeed_models.megatron.build import BuildOptions, build, init_weights, load_hf
+from mindspeed_models.weights.source import Source, open_source
+from mindspeed_parallel.layout import Layout
+from mindspeed_parallel.megatron import groups as megatron_groups
+from mindspeed_parallel.megatron.features import activate
+from mindspeed_runtime.launch import Rank, world
+from mindspeed_runtime.recipe import Recipe
+
+from .engine import EngineOptions, MegatronEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A rank ready to train."""
+
+    rank: Rank
+    device: Device
+    groups: megatron_groups.Groups
+    arch: Arch
+    source: Source
+    engine: MegatronEngine
+
+
+def layout_of(recipe: Recipe, num_ranks: int) -> Layout:
+    """The recipe's layout on ``num_ranks`` processes; data parallelism is what is left."""
+    parallel = recipe.parallel
+    layout = Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual=recipe.megatron.virtual,
+        context=parallel.context,
+        expert=parallel.expert,
+        data=1,
+        sequence=parallel.sequence,
+    )
+    return replace(layout, data=num_ranks // layout.ranks)
+
+
+@contextlib.contextmanager
+def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False) -> Iterator[Session]:
+    """Build model and engine of this rank as the recipe says. ``reference``: in the fp64 reference mode."""
+    device = open_device(recipe.launch.device, rank.local_rank)
+    layout = layout_of(recipe, rank.size)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(world(rank, device, recipe.launch.timeout_s))
+        if reference:
+            stack.enter_context(fp64(device))
+        kernels = Kernels.for_device(device, recipe.kernels)
+        stack.enter_context(activate(recipe.features, device, kernels))
+        groups = stack.enter_context(megatron_groups.open(layout, rank, device))
+        source = open_source(Path(recipe.model.path))
+        arch = source.arch
+        dtype = (
+            torch.float64 if reference else {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.training.precision]
+        )
+        chunks = build(arch, groups=groups, kernels=kernels, device=device, options=_build_options(recipe, dtype))
+        if recipe.model.init == "random":
+            init_weights(chunks, arch, groups, std=recipe.model.init_std, seed=recipe.training.seed)
+        else:
+            load_hf(chunks, source, groups)
+        options = EngineOptions(
+            optimizer=recipe.optimizer,
+            dtype=dtype,
+            distributed_optimizer=recipe.megatron.distributed_optimizer,
+            num_tokens=arch.vocab,
+            seed=recipe.training.seed,
+        )
+        engine = MegatronEngine(chunks, groups=groups, device=device, options=options)
+        yield Session(rank=rank, device=device, groups=groups, arch=arch, source=source, engine=engine)
+
+
+def _build_options(recipe: Recipe, dtype: torch.dtype) -> BuildOptions:
+    return BuildOptions(
+        dtype=dtype,
+        recompute=recipe.memory.recompute,
+        dropout=recipe.model.dropout,
+        layers=recipe.megatron.layers,
+        max_length=recipe.data.sequence,
+    )
+
+
+__all__ = ["Session", "layout_of", "open_session"]
