@@ -1,0 +1,1 @@
+from mindspeed_runtime.testing import pool  # noqa: F401
