@@ -53,7 +53,7 @@ def test_ranks_are_reused_and_each_run_has_a_world_of_its_own(pool):
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("user", _OddError, r"^odd: the value is 3; use 4$"),
+        ("user", _OddError, r"^odd: the value is 3; use 4"),
         ("bug", LaunchError, r"rank 1: ZeroDivisionError: a bug"),
         ("die", LaunchError, r"rank 1: the process was killed by SIGKILL"),
         ("hang", LaunchError, r"no answer within 3 s"),
