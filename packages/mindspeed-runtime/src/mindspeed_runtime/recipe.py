@@ -5,11 +5,17 @@ None says in its comment whether that means off or derived.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+
+class Section:
+    """A part of a recipe: unknown keys are refused."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Which model, and where its first weights come from."""
 
     path: str  # Hugging Face folder, GGUF file, or checkpoint folder of this project
@@ -20,7 +26,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """What is trained on. Relative paths are relative to the recipe file."""
 
     train: tuple[str, ...]
@@ -37,7 +43,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Degrees that both backends know. Data parallelism is what the number of processes leaves."""
 
     tensor: int = 1
@@ -48,7 +54,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig:
+class MegatronConfig(Section):
     """What only the Megatron backend knows."""
 
     virtual: int = 1  # model chunks a pipeline stage
@@ -57,7 +63,7 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp2Config:
+class Fsdp2Config(Section):
     """What only the FSDP2 backend knows."""
 
     shard: int | Literal["auto"] = "auto"
@@ -67,14 +73,14 @@ class Fsdp2Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningConfig:
+class TuningConfig(Section):
     """Which parameters are trained."""
 
     method: Literal["full"] = "full"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW as Loshchilov and Hutter define it, decoupled weight decay."""
 
     name: Literal["adamw"] = "adamw"
@@ -88,7 +94,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """The learning rate over the run."""
 
     kind: Literal["cosine", "constant"] = "cosine"
@@ -97,7 +103,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """How long and in what pieces."""
 
     steps: int | None = None  # optimizer steps; None: from epochs
@@ -114,14 +120,14 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Section):
     """Memory against time."""
 
     recompute: Literal["none", "selective", "full"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """What is kept, and where. The folder also holds logs, metrics and the exported model."""
 
     folder: str = "out"  # relative to the working directory
@@ -131,7 +137,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """Processes and devices."""
 
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
@@ -140,7 +146,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Section):
     """A whole run."""
 
     backend: Literal["megatron", "fsdp2"] = "megatron"
