@@ -74,7 +74,8 @@ class MegatronEngine:
         self.forward_backward(step, batches)
         update = apply_update(self.optimizer, self.options.optimizer, lr)
         return StepResult(
-            loss=self._loss_sum / max(self._num_trained, 1),
+            loss=self._loss_sum / max(self._num_trained, 1.0),
+            trained=int(self._num_trained),
             grad_norm=update.grad_norm,
             tokens=self._num_tokens,
             skipped=not update.applied,

@@ -1,0 +1,39 @@
+"""Model families: one file an architecture."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from ..errors import ModelError
+from .arch import Arch, Rope
+from .family import Family
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+from .settings import Settings
+
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+
+__all__ = ["FAMILIES", "Arch", "Family", "Rope", "Settings", "describe", "families"]
+
+
+def families() -> dict[str, Family]:
+    """Every family by model type: ours, and those of other distributions (entry points ``mindspeed.families``)."""
+    found = (*FAMILIES, *(point.load() for point in entry_points(group="mindspeed.families")))
+    return {model_type: family for family in found for model_type in family.model_types}
+
+
+def describe(config: Mapping[str, Any]) -> tuple[Family, Arch]:
+    """Family and sizes of a Hugging Face configuration. ModelError for what is not supported, by name."""
+    table = families()
+    model_type = config.get("model_type")
+    if model_type not in table:
+        raise ModelError(
+            f"config.json: model_type {model_type!r} is not supported; there are {', '.join(sorted(table))}"
+        )
+    family = table[model_type]
+    settings = Settings(config)
+    arch = family.arch(settings)
+    settings.finish()
+    return family, arch

@@ -1,0 +1,137 @@
+"""A Hugging Face configuration, read key by key: what nobody read must not change the maths.
+
+Values come from the transformers class of the model type, so that both spellings of a key and absent ones mean what
+they mean there. A key of config.json that the family neither reads nor knows to be harmless is refused by name, unless
+its value is the class's own default.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ModelError
+from .arch import Rope
+
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "use_cache",
+        "initializer_range",
+        "_name_or_path",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "auto_map",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "unsloth_version",
+        "unsloth_fixed",
+        "transformers.js_config",
+    ]
+)
+_ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling")
+
+
+class Settings:
+    """The keys of one configuration."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        """``raw``: config.json as a mapping. ModelError when its model type is unknown to transformers."""
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        self.raw = dict(raw)
+        self.model_type = str(raw.get("model_type"))
+        if self.model_type not in CONFIG_MAPPING:
+            raise ModelError(f"config.json: model_type {self.model_type!r} is not known")
+        kind = CONFIG_MAPPING[self.model_type]
+        try:
+            self._values = AutoConfig.for_model(**self.raw).to_dict()
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"config.json: not a valid {self.model_type} configuration: {error}") from error
+        self._defaults = kind().to_dict()
+        self._read: set[str] = set()
+
+    def take(self, key: str) -> Any:
+        """The value of ``key`` as transformers understands it."""
+        self._read.add(key)
+        if key not in self._values:
+            raise ModelError(f"config.json: {key} is missing")
+        return self._values[key]
+
+    def take_or(self, key: str, default: Any) -> Any:
+        """The value of a key that the class may not have at all, or ``default``; null counts as absent."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def expect(self, key: str, *allowed: Any) -> Any:
+        """The value of ``key``, which must be one of ``allowed``."""
+        value = self.take_or(key, allowed[0])
+        if value not in allowed:
+            names = " or ".join(map(repr, allowed))
+            raise ModelError(f"config.json: {key}={value!r} is not supported for {self.model_type}; only {names}")
+        return value
+
+    def harmless(self, *keys: str) -> None:
+        """These keys do not change what the model computes."""
+        self._read.update(keys)
+
+    def rope(self) -> Rope:
+        """Rotary embedding, from either spelling. Kinds that are not built here are refused by name."""
+        self._read.update(_ROPE_SPELLINGS)
+        given = dict(self.take("rope_parameters"))
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        fields: dict[str, Any] = {"theta": float(given.pop("rope_theta")), "kind": kind}
+        if kind not in ("default", "linear", "llama3"):
+            raise ModelError(
+                f"config.json: rope_type {kind!r} is not supported for {self.model_type}; use default, linear or llama3"
+            )
+        if kind != "default":
+            fields["factor"] = float(given.pop("factor"))
+        if kind == "llama3":
+            fields["low_freq_factor"] = float(given.pop("low_freq_factor"))
+            fields["high_freq_factor"] = float(given.pop("high_freq_factor"))
+            fields["original_max_positions"] = int(given.pop("original_max_position_embeddings"))
+        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(f"config.json: partial_rotary_factor is not supported for {self.model_type}")
+        if given:
+            raise ModelError(f"config.json: rope_parameters.{min(given)} is not understood with rope_type {kind!r}")
+        return Rope(**fields)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, from ``layer_types`` and ``sliding_window``."""
+        kinds = self.take("layer_types")
+        self.harmless("use_sliding_window", "max_window_layers")  # transformers has put them into layer_types
+        window = self.take_or("sliding_window", None)
+        found = []
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ModelError(f"config.json: layer_types has {kind!r}; only full_attention and sliding_attention")
+            found.append(window if kind == "sliding_attention" else None)
+        return tuple(found) if any(found) else ()
+
+    def finish(self) -> None:
+        """ModelError for the first key that nobody read, that is not harmless, and that is not at its default."""
+        for key, value in self.raw.items():
+            if key in self._read or key in HARMLESS or self._defaults.get(key, _ABSENT) == value:
+                continue
+            raise ModelError(
+                f"config.json: {key}={value!r} is not known to family {self.model_type} and may change what the model "
+                "computes; remove it if it does not"
+            )
+
+
+_ABSENT = object()

@@ -1,0 +1,160 @@
+"""From a family's description of a model to megatron-core model chunks, and their first weights."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from mindspeed_kernels.bundle import Kernels
+from mindspeed_kernels.device import Device
+from mindspeed_parallel.megatron.groups import Groups, communication_options
+from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, Rotary, dense_layer
+from torch import Tensor
+from torch.nn import functional
+
+from ..families.arch import Arch
+from ..weights.shards import Box
+from ..weights.source import Source
+from .geometry import VOCABULARY, local_pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What a recipe says about building a model."""
+
+    dtype: torch.dtype
+    recompute: Literal["none", "selective", "full"] = "none"
+    dropout: float | None = None  # attention dropout; None: the model's own
+    layers: tuple[int, ...] | None = None  # layers of each stage; None: evenly
+    max_length: int = 0
+
+
+def padded_vocabulary(num_tokens: int, tensor: int) -> int:
+    """Rows of the embedding when it is cut ``tensor`` ways."""
+    return -(-num_tokens // tensor) * tensor
+
+
+def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, options: BuildOptions) -> list[Decoder]:
+    """This rank's chunks of the model, on ``device``, their weights not yet filled."""
+    config = decoder_config(arch, groups=groups, kernels=kernels, device=device, options=options)
+    layout, pg = groups.layout, groups.pg
+    chunks = []
+    for stage in range(layout.virtual):
+        vp_stage = stage if layout.virtual > 1 else None
+        first = groups.is_first_stage and stage == 0
+        last = groups.is_last_stage and stage == layout.virtual - 1
+        layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
+        block = TransformerBlockSubmodules(
+            layer_specs=[dense_layer(qk_norm=arch.qk_norm, o_bias=arch.o_bias, mlp_bias=arch.mlp_bias)] * layers,
+            layer_norm=Norm,
+        )
+        chunk = Decoder(
+            config,
+            block,
+            vocab_size=padded_vocabulary(arch.vocab, layout.tensor),
+            max_sequence_length=options.max_length or arch.max_positions,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=arch.tied,
+            pg_collection=pg,
+            vp_stage=vp_stage,
+        )
+        frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
+        chunk.use_rotary(Rotary(frequencies))
+        chunks.append(chunk.to(device.torch_device))
+    return chunks
+
+
+def decoder_config(
+    arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, options: BuildOptions
+) -> DecoderConfig:
+    """megatron-core's configuration of the model in this layout."""
+    layout = groups.layout
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[options.recompute]
+    return DecoderConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=arch.o_bias or arch.mlp_bias,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        attention_dropout=arch.attention_dropout if options.dropout is None else options.dropout,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        pipeline_model_parallel_layout=None if options.layers is None else _stages(options.layers),
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        kernels=kernels,
+        windows=arch.windows,
+        num_tokens=arch.vocab,
+        **communication_options(layout, device),
+        **recompute,
+    )
+
+
+def load_hf(chunks: Sequence[torch.nn.Module], source: Source, *, num_tokens: int, pg: ProcessGroupCollection) -> None:
+    """Fill this rank's weights from Hugging Face files or a checkpoint, reading no more than this rank needs."""
+    _fill(chunks, source.read, num_tokens, pg)
+
+
+def init_weights(
+    chunks: Sequence[torch.nn.Module], *, std: float, seed: int, num_tokens: int, pg: ProcessGroupCollection
+) -> None:
+    """Random weights: normal with deviation ``std``, norms 1, biases 0. The same whole model in every layout."""
+
+    def draw(box: Box) -> Tensor:
+        if len(box.whole) == 1:
+            value = 0.0 if box.key.endswith("bias") else 1.0
+            return torch.full(box.shape, value)
+        digest = hashlib.blake2b(f"{seed} {box.key}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        whole = torch.empty(box.whole, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+
+    _fill(chunks, draw, num_tokens, pg)
+
+
+def _fill(chunks: Sequence[torch.nn.Module], read: object, num_tokens: int, pg: ProcessGroupCollection) -> None:
+    with torch.no_grad():
+        for parameter, pieces in local_pieces(chunks, num_tokens, pg).items():
+            if not pieces or any(piece.box.key in VOCABULARY for piece in pieces):
+                parameter.zero_()  # rows that pad the vocabulary
+            for piece in pieces:
+                piece.tensor.copy_(read(piece.box))  # type: ignore[operator]
+
+
+def _stages(layers: tuple[int, ...]) -> list[list[str]]:
+    stages = [["decoder"] * number for number in layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
