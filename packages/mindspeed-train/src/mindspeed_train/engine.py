@@ -23,7 +23,7 @@ from mindspeed_kernels.device import Device
 from mindspeed_models.megatron.checkpoint import load_model, save_model
 from mindspeed_models.megatron.geometry import LocalPiece, local_pieces
 from mindspeed_parallel.megatron.groups import Groups
-from mindspeed_parallel.megatron.model import PackedDocuments
+from mindspeed_parallel.megatron.layers import PackedDocuments
 from mindspeed_runtime.data.batch import IGNORE, Batch
 from mindspeed_runtime.engine import StepResult
 from mindspeed_runtime.recipe import OptimizerConfig
@@ -206,7 +206,7 @@ def _forward(model: torch.nn.Module, batch: Batch, labels: Tensor | None) -> Ten
         position_ids=batch.positions,
         attention_mask=None,
         labels=labels,
-        packed_seq_params=PackedDocuments.of(batch),
+        packed_seq_params=PackedDocuments.of(batch.documents, batch.tokens.shape[1]),
     )
 
 

@@ -60,10 +60,10 @@ def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False) -> Iter
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(rank, device, recipe.launch.timeout_s))
         if reference:
-            stack.enter_context(fp64(device))
+            stack.enter_context(fp64())
         kernels = Kernels.for_device(device, recipe.kernels)
-        stack.enter_context(activate(recipe.features, device, kernels))
-        groups = stack.enter_context(megatron_groups.open(layout, rank, device))
+        stack.enter_context(activate(recipe.features, device))
+        groups = stack.enter_context(megatron_groups.open(layout, rank.size, timeout_s=recipe.launch.timeout_s))
         source = open_source(Path(recipe.model.path))
         arch = source.arch
         dtype = (
@@ -71,9 +71,11 @@ def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False) -> Iter
         )
         chunks = build(arch, groups=groups, kernels=kernels, device=device, options=_build_options(recipe, dtype))
         if recipe.model.init == "random":
-            init_weights(chunks, arch, groups, std=recipe.model.init_std, seed=recipe.training.seed)
+            init_weights(
+                chunks, std=recipe.model.init_std, seed=recipe.training.seed, num_tokens=arch.vocab, pg=groups.pg
+            )
         else:
-            load_hf(chunks, source, groups)
+            load_hf(chunks, source, num_tokens=arch.vocab, pg=groups.pg)
         options = EngineOptions(
             optimizer=recipe.optimizer,
             dtype=dtype,

@@ -41,14 +41,15 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
     """This rank's chunks of the model, on ``device``, their weights not yet filled."""
     config = decoder_config(arch, groups=groups, kernels=kernels, device=device, options=options)
     layout, pg = groups.layout, groups.pg
+    layer = dense_layer(qk_norm=arch.qk_norm, qkv_bias=arch.qkv_bias, o_bias=arch.o_bias, mlp_bias=arch.mlp_bias)
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None
         first = groups.is_first_stage and stage == 0
         last = groups.is_last_stage and stage == layout.virtual - 1
-        layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
+        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
         block = TransformerBlockSubmodules(
-            layer_specs=[dense_layer(qk_norm=arch.qk_norm, o_bias=arch.o_bias, mlp_bias=arch.mlp_bias)] * layers,
+            layer_specs=[layer] * num_layers,
             layer_norm=Norm,
         )
         chunk = Decoder(
@@ -90,8 +91,8 @@ def decoder_config(
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=functional.silu,
-        add_bias_linear=arch.o_bias or arch.mlp_bias,
-        add_qkv_bias=arch.qkv_bias,
+        add_bias_linear=False,  # each linear layer is told by the spec
+        use_te_activation_func=True,  # take the activation from the spec
         qk_layernorm=arch.qk_norm,
         attention_dropout=arch.attention_dropout if options.dropout is None else options.dropout,
         hidden_dropout=0.0,

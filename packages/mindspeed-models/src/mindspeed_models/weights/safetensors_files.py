@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mindspeed_kernels.reference import untouched
 from safetensors import safe_open
 from torch import Tensor
 
@@ -68,8 +69,9 @@ class SafetensorsFolder:
         entry = self.entries[name]
         if entry.file not in self._open:
             self._open[entry.file] = safe_open(entry.file, framework="pt")
-        view = self._open[entry.file].get_slice(name)
-        return view[part] if part else view[:]
+        with untouched():  # the library makes tensors through functions that the reference mode would widen
+            view = self._open[entry.file].get_slice(name)
+            return view[part] if part else view[:]
 
     def _promised(self) -> dict[str, str]:
         path = self.folder / INDEX

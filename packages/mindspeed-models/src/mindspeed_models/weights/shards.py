@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mindspeed_kernels.errors import UserError
+from mindspeed_kernels.reference import untouched
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -85,13 +86,14 @@ def save_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup 
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1)
     rank = 0 if alone else dist.get_rank(group)
     try:
-        dcp.save(
-            {},
-            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
-            planner=_SavePlanner(pieces),
-            process_group=group,
-            no_dist=alone,
-        )
+        with untouched():
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
+                planner=_SavePlanner(pieces),
+                process_group=group,
+                no_dist=alone,
+            )
     except dcp.CheckpointException as error:
         raise _cause(error) from error
     if rank == 0:
@@ -103,7 +105,8 @@ def load_pieces(folder: Path, targets: Sequence[tuple[Box, Tensor]]) -> None:
     """Fill each tensor with its box of the stored tensors, cast to the tensor's dtype. Every rank reads for itself."""
     if targets:
         try:
-            dcp.load({}, storage_reader=_Reader(folder), planner=_LoadPlanner(targets), no_dist=True)
+            with untouched():
+                dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(targets), no_dist=True)
         except dcp.CheckpointException as error:
             raise _cause(error) from error
 
@@ -114,10 +117,6 @@ def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
         raise ShardError(f"{folder}: no .metadata, so this is not a complete torch_dist folder")
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads a folder by itself: no other rank takes part."""
 
 
 class _SavePlanner(DefaultSavePlanner):

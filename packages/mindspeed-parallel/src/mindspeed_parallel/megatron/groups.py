@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mindspeed_kernels.device import Device
 
 from ..layout import Layout, LayoutError
@@ -62,14 +62,15 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
         create_gloo_process_groups=False,
     )
     try:
-        initialize_rng_tracker(force_reset=True)
-        yield Groups(
+        groups = Groups(
             layout=layout,
             pg=ProcessGroupCollection.use_mpu_process_groups(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
             data_rank=parallel_state.get_data_parallel_rank(),
         )
+        groups.seed(0)  # some layers ask for a generator even when nothing is dropped
+        yield groups
     finally:
         parallel_state.destroy_model_parallel()
 

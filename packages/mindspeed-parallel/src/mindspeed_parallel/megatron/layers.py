@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,6 +19,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -114,6 +115,19 @@ class CoreAttention(nn.Module):
         return out.transpose(0, 1).flatten(2)
 
 
+class SwiGLU(MegatronModule):
+    """The gated activation through the chosen kernel."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        assert config.kernels is not None
+        self.kernel = config.kernels.swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., 2 N), the gate first -> (..., N)."""
+        return self.kernel(x)
+
+
 class SpecProvider(LocalSpecProvider):
     """The layers of this project, where megatron-core lets a backend choose."""
 
@@ -123,20 +137,30 @@ class SpecProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         return CoreAttention
 
+    def activation_func(self) -> type:
+        return SwiGLU
 
-def dense_layer(*, qk_norm: bool, provider: SpecProvider | None = None) -> ModuleSpec:
-    """A pre-norm decoder layer with a gated MLP; checkpoint names are the module names."""
+
+def dense_layer(
+    *, qk_norm: bool, qkv_bias: bool, o_bias: bool, mlp_bias: bool, provider: BackendSpecProvider | None = None
+) -> ModuleSpec:
+    """A pre-norm decoder layer with a gated MLP. The names of its weights are the names of its modules."""
     provider = provider or SpecProvider()
     norm = provider.layer_norm(rms_norm=True)
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else IdentityOp
+    column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     attention = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_linear(),
+        linear_qkv=_biased(column, qkv_bias),
         core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
+        linear_proj=_biased(row, o_bias),
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    mlp = MLPSubmodules(
+        linear_fc1=_biased(column, mlp_bias),
+        linear_fc2=_biased(row, mlp_bias),
+        activation_func=provider.activation_func(),
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -150,6 +174,17 @@ def dense_layer(*, qk_norm: bool, provider: SpecProvider | None = None) -> Modul
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _biased(linear: type, has_bias: bool) -> type:
+    """``linear`` with or without a bias, whatever its layer asks: megatron-core has one switch for all of them."""
+
+    class Biased(linear):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": has_bias})
+
+    Biased.__name__ = Biased.__qualname__ = linear.__name__
+    return Biased
 
 
 class Rotary(nn.Module):

@@ -86,14 +86,14 @@ def _redirected(device: Device) -> Iterator[None]:
 
 
 def _patches(context: Any) -> Sequence[Patch]:
-    device: Device = context.device
-    module = device.module
+    chosen: Device = context.device
+    module = chosen.module
 
-    def set_generator_state(new_state: Tensor, device_index: Any = -1, graph_safe: bool = False) -> None:
-        device.set_rng_state(new_state)
+    def set_generator_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        chosen.set_rng_state(new_state)
 
-    def get_generator_state(device_index: Any = None) -> Tensor:
-        return device.rng_state()
+    def get_generator_state(device: Any = None) -> Tensor:
+        return chosen.rng_state()
 
     def answered(name: str) -> Patch:
         answers = {"get_rng_state": get_generator_state, "set_rng_state": set_generator_state}

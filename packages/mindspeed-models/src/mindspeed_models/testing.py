@@ -1,0 +1,87 @@
+"""Tiny models for tests, built so that an error cannot hide.
+
+Everything is random, norms and biases included, weights are scaled up, and no size divides another neatly.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BASE = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-6q3kv": {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "llama-ffn97": {"model_type": "llama", "intermediate_size": 97},
+    "llama-4L": {"model_type": "llama", "num_hidden_layers": 4},
+    "llama-5L": {"model_type": "llama", "num_hidden_layers": 5},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e4},
+    },
+    "llama-llama3": {"model_type": "llama", "rope_parameters": _LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 48, "num_hidden_layers": 4},
+    "qwen3-bias": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
+}
+
+
+def tiny_config(name: str, **changes: Any) -> Any:
+    """The configuration of a tiny model, by name."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{**_BASE, **TINY[name], **changes})
+
+
+def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A tiny transformers model with eager attention, every weight random."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(name, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            # Matrices three times the usual size: logits must not be flat. Norms around 1, biases around 0.
+            scaled = noise * 0.07 if parameter.dim() == 2 else 0.3 * noise + ("norm" in _name(model, parameter))
+            parameter.copy_(scaled)
+    return model.eval()
+
+
+def save_tiny(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Save a tiny model as a Hugging Face folder; returns it."""
+    model = tiny_model(name, seed=seed, dtype=dtype, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def _name(model: Any, parameter: torch.nn.Parameter) -> str:
+    return next(name for name, found in model.named_parameters() if found is parameter)
