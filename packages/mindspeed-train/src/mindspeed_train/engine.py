@@ -137,6 +137,23 @@ class MegatronEngine:
         load_model(self.chunks, folder, num_tokens=self.options.num_tokens, pg=self.groups.pg)
         self.optimizer.reload_model_params()
 
+    def is_finite(self) -> bool:
+        """Whether every weight of every rank is a finite number."""
+        finite = all(bool(torch.isfinite(parameter).all()) for chunk in self.chunks for parameter in chunk.parameters())
+        return not self.any(not finite)
+
+    def share(self, value: Any) -> Any:
+        """The main rank's ``value``, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        flags = torch.tensor([float(flag)], device=self.device.torch_device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
     def pieces(self) -> dict[torch.nn.Parameter, list[LocalPiece]]:
         """Where each local parameter lies in the whole tensors."""
         return local_pieces(self.chunks, self.options.num_tokens, self.groups.pg)

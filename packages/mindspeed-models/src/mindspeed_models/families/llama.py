@@ -9,6 +9,7 @@ from .settings import Settings
 def arch(settings: Settings) -> Arch:
     """attention_bias puts a bias on q, k, v and o; mlp_bias on gate, up and down."""
     settings.harmless("pretraining_tp")  # without effect in transformers 5
+    settings.expect("rope_interleaved", False)
     bias = bool(settings.take("attention_bias"))
     return Arch(
         **decoder_fields(settings, "llama"),

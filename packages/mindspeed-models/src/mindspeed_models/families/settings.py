@@ -18,12 +18,16 @@ HARMLESS = frozenset(
         "torch_dtype",
         "dtype",
         "transformers_version",
+        "auto_map",
+        "attn_implementation",
+        "use_cache",
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
-        "use_cache",
+        "unk_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
         "initializer_range",
-        "_name_or_path",
         "id2label",
         "label2id",
         "problem_type",
@@ -31,10 +35,13 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "return_dict",
         "chunk_size_feed_forward",
-        "auto_map",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
+        "is_llama_config",
+        "temperature",
+        "top_p",
+        "top_k",
+        "do_sample",
+        "max_length",
+        "min_length",
         "unsloth_version",
         "unsloth_fixed",
         "transformers.js_config",
@@ -126,7 +133,7 @@ class Settings:
     def finish(self) -> None:
         """ModelError for the first key that nobody read, that is not harmless, and that is not at its default."""
         for key, value in self.raw.items():
-            if key in self._read or key in HARMLESS or self._defaults.get(key, _ABSENT) == value:
+            if key in self._read or key in HARMLESS or key.startswith("_") or self._defaults.get(key, _ABSENT) == value:
                 continue
             raise ModelError(
                 f"config.json: {key}={value!r} is not known to family {self.model_type} and may change what the model "

@@ -85,6 +85,16 @@ class Source(ABC):
         return Box(key=name, whole=shape, offset=(0,) * len(shape), shape=shape)
 
 
+def read_config(path: Path) -> Mapping[str, Any]:
+    """config.json of what ``path`` holds, without a look at the weights."""
+    if path.is_file() or any(path.glob("*.gguf")):
+        return open_source(path).config
+    folder = path / "hf" if (path / "model").is_dir() else path
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: neither a Hugging Face folder (no config.json) nor a checkpoint (no model/)")
+    return _json(folder / "config.json")
+
+
 def open_source(path: Path) -> Source:
     """The source at ``path``; ModelError or WeightError, by name, for what is not one. Checks all but the values."""
     if not path.exists():

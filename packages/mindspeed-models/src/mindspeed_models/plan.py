@@ -1,0 +1,221 @@
+"""What a recipe takes on every rank, in integers, before a device or a weight is touched.
+
+Divisibility first: each axis against the model. Then bytes of weights, gradients and optimizer state, as megatron-core
+allocates them, buffers' padding included, to the byte.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mindspeed_runtime.config import ConfigError
+from mindspeed_runtime.recipe import Recipe
+
+from .families import Arch
+
+_ALIGN_PARAMETER = 64  # elements: where a parameter starts in megatron-core's buffers
+_ALIGN_BUCKET = 128  # elements: where a bucket ends
+_FP32 = 4
+_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One rank: where it stands and what it holds."""
+
+    rank: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    layers: tuple[tuple[int, ...], ...]  # layer numbers of each chunk
+    parameters: int  # weights held, tied copies and the vocabulary's padding included
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is held from step to step."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole run."""
+
+    ranks: tuple[RankPlan, ...]
+    model_parameters: int  # of the model itself, without copies and padding
+    data_size: int
+    microbatches: int  # of each data rank, an optimizer step
+
+
+def make_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> Plan:
+    """The plan of ``recipe`` on ``num_ranks`` processes. ConfigError for what does not fit, with what would."""
+    check_plan(recipe, arch, num_ranks)
+    parallel = recipe.parallel
+    data_size = num_ranks // (parallel.tensor * parallel.pipeline)
+    ranks = tuple(_rank_plan(recipe, arch, rank, data_size) for rank in range(num_ranks))
+    microbatches = recipe.training.global_batch // (recipe.training.micro_batch * data_size)
+    whole = sum(math.prod(shape) for shape in _shapes(arch, 1, tuple(range(arch.num_layers)), first=True, last=True))
+    return Plan(ranks=ranks, model_parameters=whole, data_size=data_size, microbatches=microbatches)
+
+
+def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
+    """ConfigError for the first axis that does not divide the model, naming the key and what would do."""
+    parallel = recipe.parallel
+    for key, value in (("context", parallel.context), ("expert", parallel.expert)):
+        if value > 1:
+            raise ConfigError(f"parallel.{key}={value}: not supported for family {arch.family}; use 1")
+    tensor = parallel.tensor
+    for name, size in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("MLP columns", arch.ffn)):
+        if size % tensor:
+            good = _divisors(math.gcd(math.gcd(arch.num_heads, arch.num_kv_heads), arch.ffn))
+            raise ConfigError(
+                f"parallel.tensor={tensor}: {size} {name} do not divide by it; use one of {', '.join(map(str, good))}"
+            )
+    chunks = parallel.pipeline * recipe.megatron.virtual
+    layers = recipe.megatron.layers
+    if layers is None:
+        if arch.num_layers % chunks:
+            good = [n for n in _divisors(arch.num_layers) if n % recipe.megatron.virtual == 0]
+            stages = ", ".join(str(n // recipe.megatron.virtual) for n in good)
+            raise ConfigError(
+                f"parallel.pipeline={parallel.pipeline}: {arch.num_layers} layers do not divide into {chunks} chunks "
+                f"(pipeline x virtual); use a pipeline of {stages}, or list the layers of each chunk in megatron.layers"
+            )
+        return
+    if len(layers) != chunks:
+        raise ConfigError(f"megatron.layers: {len(layers)} numbers for {chunks} chunks (pipeline x virtual)")
+    if min(layers) < 1:
+        raise ConfigError("megatron.layers: every chunk needs at least one layer")
+    if sum(layers) != arch.num_layers:
+        raise ConfigError(f"megatron.layers: add up to {sum(layers)}, the model has {arch.num_layers} layers")
+
+
+def chunk_layers(recipe: Recipe, arch: Arch, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Layer numbers of each chunk of a stage. Chunks are dealt in turn: chunk c of stage p is number c x stages + p."""
+    stages, virtual = recipe.parallel.pipeline, recipe.megatron.virtual
+    counts = recipe.megatron.layers or (arch.num_layers // (stages * virtual),) * (stages * virtual)
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    numbers = [chunk * stages + pipeline_rank for chunk in range(virtual)]
+    return tuple(tuple(range(starts[n], starts[n] + counts[n])) for n in numbers)
+
+
+def _rank_plan(recipe: Recipe, arch: Arch, rank: int, data_size: int) -> RankPlan:
+    parallel = recipe.parallel
+    tensor_rank = rank % parallel.tensor
+    data_rank = rank // parallel.tensor % data_size
+    pipeline_rank = rank // (parallel.tensor * data_size)
+    layers = chunk_layers(recipe, arch, pipeline_rank)
+    itemsize = _DTYPE_BYTES[recipe.training.precision]
+    sharded = recipe.megatron.distributed_optimizer
+    parameters = parameter_bytes = gradient_bytes = owned = 0
+    for chunk, numbers in enumerate(layers):
+        first = pipeline_rank == 0 and chunk == 0
+        last = pipeline_rank == parallel.pipeline - 1 and chunk == len(layers) - 1
+        shapes = _shapes(arch, parallel.tensor, numbers, first=first, last=last)
+        sizes = [math.prod(shape) for shape in shapes]
+        shared = arch.tied and parallel.pipeline > 1 and (first or last)
+        buffer = _buffer(sizes, sharded=sharded, data_size=data_size, shared=_shared_at(first) if shared else None)
+        parameters += sum(sizes)
+        parameter_bytes += (buffer.numel if sharded else sum(sizes)) * itemsize
+        gradient_bytes += buffer.numel * _FP32
+        owned += buffer.owned(data_rank, data_size) if sharded else sum(sizes)
+    states = 3 if itemsize < _FP32 else 2  # two moments, and fp32 weights where the model's are narrower
+    return RankPlan(
+        rank=rank,
+        tensor_rank=tensor_rank,
+        pipeline_rank=pipeline_rank,
+        data_rank=data_rank,
+        layers=layers,
+        parameters=parameters,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=owned * states * _FP32,
+    )
+
+
+def _shapes(arch: Arch, tensor: int, layers: Sequence[int], *, first: bool, last: bool) -> list[tuple[int, ...]]:
+    """Local shapes in the order in which the modules hold them."""
+    vocabulary = -(-arch.vocab // tensor)
+    shapes: list[tuple[int, ...]] = [(vocabulary, arch.hidden)] if first else []
+    for _ in layers:
+        shapes += _layer_shapes(arch, tensor)
+    if last:
+        shapes.append((arch.hidden,))
+        if not arch.tied or not first:
+            shapes.append((vocabulary, arch.hidden))
+    return shapes
+
+
+def _layer_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
+    qkv, ffn = (arch.query_rows + 2 * arch.kv_rows) // tensor, arch.ffn // tensor
+    yield (arch.hidden,)
+    yield (arch.hidden, arch.query_rows // tensor)
+    yield from [(arch.hidden,)] * arch.o_bias
+    yield (qkv, arch.hidden)
+    yield from [(qkv,)] * arch.qkv_bias
+    yield from [(arch.head_dim,)] * 2 * arch.qk_norm
+    yield (arch.hidden,)
+    yield (2 * ffn, arch.hidden)
+    yield from [(2 * ffn,)] * arch.mlp_bias
+    yield (arch.hidden, ffn)
+    yield from [(arch.hidden,)] * arch.mlp_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    """One of megatron-core's contiguous buffers: what lies where, and how it is dealt to data ranks."""
+
+    numel: int
+    spans: tuple[tuple[int, int], ...]  # of parameters
+    buckets: tuple[tuple[int, int], ...]
+
+    def owned(self, data_rank: int, data_size: int) -> int:
+        """Elements of parameters in the shares of one data rank."""
+        total = 0
+        for begin, end in self.buckets:
+            share = (end - begin) // data_size
+            low = begin + data_rank * share
+            total += sum(max(0, min(stop, low + share) - max(start, low)) for start, stop in self.spans)
+        return total
+
+
+def _buffer(sizes: Sequence[int], *, sharded: bool, data_size: int, shared: int | None) -> _Buffer:
+    """Lay parameters out from the last to the first. ``shared``: index of the tied copy, which has a bucket of its own."""
+    if not sharded:
+        return _Buffer(numel=sum(sizes), spans=(), buckets=())
+    multiple = math.lcm(data_size, _ALIGN_BUCKET)
+    at, begin = 0, 0
+    spans: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    alone = None if shared is None else shared % len(sizes)
+    for index in reversed(range(len(sizes))):
+        at = _up(at, _ALIGN_PARAMETER)
+        if index == alone and at > begin and spans and spans[-1][1] > begin:
+            at = _up(at, multiple)
+            buckets.append((begin, at))
+            begin = at
+        spans.append((at, at + sizes[index]))
+        at += sizes[index]
+        if index == alone:
+            at = _up(at, multiple)
+            buckets.append((begin, at))
+            begin = at
+    if spans[-1][1] > begin:
+        at = _up(at, multiple)
+        buckets.append((begin, at))
+    return _Buffer(numel=at, spans=tuple(spans), buckets=tuple(buckets))
+
+
+def _shared_at(first: bool) -> int:
+    """Index of the tied weight: the embedding stands first, its copy last."""
+    return 0 if first else -1
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat templates, and which tokens are trained."""
