@@ -85,3 +85,44 @@ def save_tiny(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = to
 
 def _name(model: Any, parameter: torch.nn.Parameter) -> str:
     return next(name for name, found in model.named_parameters() if found is parameter)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def tiny_tokenizer(*, template: str | None = CHATML, texts: tuple[str, ...] = ()) -> Any:
+    """A byte-level BPE of 303 entries with a chat template, trained on the spot."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=303,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(
+        texts or (__doc__ or "", CHATML, "hello world, hello word, the words of the world"), trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_tiny_chat(name: str, folder: Path, **options: Any) -> Any:
+    """A tiny model with a tokenizer beside it, its vocabulary a little larger than the tokenizer's."""
+    model = save_tiny(name, folder, vocab_size=311, **options)
+    tiny_tokenizer().save_pretrained(folder)
+    return model

@@ -70,13 +70,15 @@ class Pool:
 
     def run(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         *args: Any,
         nproc: int | None = None,
         timeout_s: float | None = 120.0,
         port: int | None = None,
     ) -> list[Any]:
         """``function(rank, *args)`` in ranks 0 to ``nproc - 1``; their results by rank.
+
+        A function may be named, "module:attribute": then only the ranks import it.
 
         A rank's UserError is raised here as it is. Any other error, a dead rank, or no answer within ``timeout_s``
         raises LaunchError, and every process of the pool is gone by then; the next run starts new ones.
@@ -219,7 +221,7 @@ def _work(connection: Connection, number: int, log: Path | None, threads: int) -
             connection.send(("failure", _described(error)))
             continue
         try:
-            answer = ("result", function(rank, *args))
+            answer = ("result", _resolved(function)(rank, *args))
             connection.send_bytes(pickle.dumps(answer))
         except BaseException as error:  # noqa: BLE001  whatever it was, the starter must hear of it
             traceback.print_exc()
@@ -227,6 +229,13 @@ def _work(connection: Connection, number: int, log: Path | None, threads: int) -
                 connection.send(("failure", _described(error)))
             if not isinstance(error, Exception):
                 return
+
+
+def _resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _end_with_the_starter() -> None:
@@ -263,7 +272,7 @@ def _redirect(log: Path, *, with_stdout: bool) -> None:
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     *args: Any,
     nproc: int,
     log_dir: Path | None = None,

@@ -40,7 +40,8 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self.console.is_terminal:
+            self._progress.stop()
         self._file.close()
         self._board.close()
         draw_loss(self._records, self.folder / "loss.png")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import click
+from mindspeed_kernels.errors import RunError
 from mindspeed_runtime.config import check_recipe, describe, load_recipe
 
 _recipe = click.argument("recipe", type=click.Path(path_type=Path))
@@ -72,3 +73,107 @@ def _hand_over(backend: str):
         if point.name == backend:
             return point.load()
     raise ConfigError(f"backend={backend}: not installed here; install mindspeed-fsdp, or use backend=megatron")
+
+
+@click.group("prove")
+def prove_group() -> None:
+    """Prove what a recipe relies on, on this machine, with a number and an exit code."""
+
+
+@prove_group.command("layout")
+@_recipe
+@_set
+@click.option(
+    "--layouts", default="tp2,tp2sp,pp2,pp2vpp2,dp2,tp2pp2", show_default=True, help="Layouts, separated by commas."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures to a file.")
+def prove_layout_command(recipe: Path, overrides: tuple[str, ...], layouts: str, json_file: Path | None) -> None:
+    """Compare layouts with one process, in fp64: losses, gradient norms, every gradient, every updated weight.
+
+    Exit code 1 when one differs by more than 1e-10.
+    """
+    import json
+    import tempfile
+
+    from .prove import BOUND, Verdict, as_json, prove_layouts
+
+    def report(verdict: Verdict) -> None:
+        parts = ", ".join(f"{item.quantity} {item.value:.1e}" for item in verdict.differences)
+        click.echo(f"{verdict.layout:<10} {'equal' if verdict.holds else 'DIFFERS'}   {parts}")
+        if not verdict.holds:
+            worst = max(verdict.differences, key=lambda item: item.value)
+            click.echo(f"{'':<10} largest at {worst.where} ({worst.quantity})")
+
+    loaded = load_recipe(recipe, overrides).recipe
+    with tempfile.TemporaryDirectory(prefix="mindspeed-prove-") as folder:
+        verdicts = prove_layouts(loaded, [text.strip() for text in layouts.split(",")], Path(folder), report=report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(verdicts), indent=1) + "\n")
+    failed = [verdict.layout for verdict in verdicts if not verdict.holds]
+    if failed:
+        raise RunError(f"prove layout: {', '.join(failed)} not equal to one process within {BOUND:g}")
+    click.echo(f"all {len(verdicts)} layouts equal one process within {BOUND:g}")
+
+
+@prove_group.command("resume")
+@_recipe
+@_set
+@_nproc
+@click.option("--steps", required=True, type=click.IntRange(min=2), help="Optimizer steps in all.")
+@click.option(
+    "--split",
+    type=click.IntRange(min=1),
+    help="Where the second run stops and is resumed; half of the steps if not given.",
+)
+@click.option(
+    "--kills",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Instead, kill it that many times at random moments.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random moments.")
+def prove_resume_command(
+    recipe: Path, overrides: tuple[str, ...], nproc: int, steps: int, split: int | None, kills: int, seed: int
+) -> None:
+    """Compare a run that is stopped and resumed with one that is not: every byte of weights and optimizer.
+
+    Exit code 1 when one byte differs.
+    """
+    import tempfile
+
+    from .prove import prove_resume
+
+    loaded = load_recipe(recipe, overrides).recipe
+    with tempfile.TemporaryDirectory(prefix="mindspeed-prove-") as folder:
+        verdict = prove_resume(
+            loaded, Path(folder), num_ranks=nproc, steps=steps, split=split or steps // 2, kills=kills, seed=seed
+        )
+    how = f"killed {kills} times" if kills else f"stopped after step {verdict.split}"
+    if not verdict.holds:
+        raise RunError(
+            f"prove resume: {len(verdict.differing)} of {verdict.compared} parts differ, first {verdict.differing[0]}"
+        )
+    click.echo(
+        f"{steps} steps, {how} and resumed: all {verdict.bytes:,} bytes of {verdict.compared} parts equal the straight run"
+    )
+
+
+@click.command("features")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Show what this recipe activates, and every patch.")
+@click.option("--device", default="auto", type=click.Choice(["auto", "npu", "cuda", "cpu"]), show_default=True)
+def features_command(recipe: Path | None, device: str) -> None:
+    """List features. With --recipe, those that it activates on the device and the patches they apply."""
+    from mindspeed_kernels.device import open_device
+    from mindspeed_parallel.megatron.features import known, resolve
+
+    if recipe is None:
+        for name, feature in known().items():
+            click.echo(f"{name:<12} {feature.why}")
+        return
+    loaded = load_recipe(recipe).recipe
+    chosen = open_device(device if device != "auto" else loaded.launch.device)
+    for feature, context in resolve(loaded.features, chosen):
+        click.echo(f"{feature.name}: {feature.why}, on {chosen.kind}")
+        for patch in feature.patches(context):
+            click.echo(f"  {patch.kind:<8} {patch.target}: {patch.why}")

@@ -151,6 +151,21 @@ def load_optimizer(
         target.copy_(source)
 
 
+def gradient_pieces(optimizer: MegatronOptimizer, pieces: Mapping[torch.nn.Parameter, list[LocalPiece]]) -> list[Piece]:
+    """The gradients that the last update used, before clipping took effect on them or after, as this rank owns them."""
+    found: list[Piece] = []
+    for owned in _owned(optimizer):
+        gradient = owned.main.grad
+        if gradient is None:
+            continue
+        flat = gradient.reshape(-1)
+        for box, start, writes in owned.boxes(pieces[owned.parameter], flat.numel()):
+            if writes:
+                view = flat[start : start + math.prod(box.shape)].view(box.shape)
+                found.append(Piece(box=box, dtype=flat.dtype, fill=view))
+    return found
+
+
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Every tensor that the optimizer of this rank holds."""
     for owned in _owned(optimizer):

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from mindspeed_kernels.bundle import Kernels
@@ -23,6 +24,7 @@ from mindspeed_runtime.launch import Rank, world
 from mindspeed_runtime.recipe import Recipe
 
 from .engine import EngineOptions, MegatronEngine
+from .model import MegatronModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,13 @@ class Session:
     groups: megatron_groups.Groups
     arch: Arch
     source: Source
-    engine: MegatronEngine
+    model: MegatronModel
+
+    @property
+    def engine(self) -> MegatronEngine:
+        """The model with its optimizer; only in a session that was opened to train."""
+        assert isinstance(self.model, MegatronEngine)
+        return self.model
 
 
 def layout_of(recipe: Recipe, num_ranks: int) -> Layout:
@@ -53,8 +61,11 @@ def layout_of(recipe: Recipe, num_ranks: int) -> Layout:
 
 
 @contextlib.contextmanager
-def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False) -> Iterator[Session]:
-    """Build model and engine of this rank as the recipe says. ``reference``: in the fp64 reference mode."""
+def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False, trains: bool = True) -> Iterator[Session]:
+    """Build model and engine of this rank as the recipe says. ``reference``: in the fp64 reference mode.
+
+    ``trains``: with gradients and an optimizer; without, the session only computes.
+    """
     device = open_device(recipe.launch.device, rank.local_rank)
     layout = layout_of(recipe, rank.size)
     with contextlib.ExitStack() as stack:
@@ -76,15 +87,38 @@ def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False) -> Iter
             )
         else:
             load_hf(chunks, source, num_tokens=arch.vocab, pg=groups.pg)
-        options = EngineOptions(
-            optimizer=recipe.optimizer,
-            dtype=dtype,
-            distributed_optimizer=recipe.megatron.distributed_optimizer,
-            num_tokens=arch.vocab,
-            seed=recipe.training.seed,
+        model = _engine if trains else _model
+        yield Session(
+            rank=rank,
+            device=device,
+            groups=groups,
+            arch=arch,
+            source=source,
+            model=model(chunks, recipe, groups=groups, device=device, dtype=dtype, num_tokens=arch.vocab),
         )
-        engine = MegatronEngine(chunks, groups=groups, device=device, options=options)
-        yield Session(rank=rank, device=device, groups=groups, arch=arch, source=source, engine=engine)
+
+
+def _model(chunks: list[Any], recipe: Recipe, **options: Any) -> MegatronModel:
+    return MegatronModel(chunks, **options)
+
+
+def _engine(
+    chunks: list[Any],
+    recipe: Recipe,
+    *,
+    groups: megatron_groups.Groups,
+    device: Device,
+    dtype: torch.dtype,
+    num_tokens: int,
+) -> MegatronEngine:
+    options = EngineOptions(
+        optimizer=recipe.optimizer,
+        dtype=dtype,
+        distributed_optimizer=recipe.megatron.distributed_optimizer,
+        num_tokens=num_tokens,
+        seed=recipe.training.seed,
+    )
+    return MegatronEngine(chunks, groups=groups, device=device, options=options)
 
 
 def _build_options(recipe: Recipe, dtype: torch.dtype) -> BuildOptions:

@@ -7,6 +7,12 @@ from typing import Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import Device
@@ -66,6 +72,7 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
         )
         frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
         chunk.use_rotary(Rotary(frequencies))
+        _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
 
@@ -143,6 +150,23 @@ def init_weights(
         return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
     _fill(chunks, draw, num_tokens, pg)
+
+
+def _mark_cuts(chunk: torch.nn.Module) -> None:
+    """Say of every weight that tensor ranks share out that it is shared out.
+
+    megatron-core does so while it draws initial weights, and not when drawing is switched off. Without the marks the
+    gradient norm counts the weights of tensor rank 0 alone, and clipping is wrong, without an error.
+    """
+    for module in chunk.modules():
+        axis = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(_kind(module))
+        if axis is not None and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, axis, 1)
+
+
+def _kind(module: torch.nn.Module) -> type | None:
+    kinds = (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)
+    return next((kind for kind in kinds if isinstance(module, kind)), None)
 
 
 def _fill(chunks: Sequence[torch.nn.Module], read: object, num_tokens: int, pg: ProcessGroupCollection) -> None:

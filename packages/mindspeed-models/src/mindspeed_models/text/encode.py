@@ -36,8 +36,15 @@ class Turn:
     answer: list[int]  # the last one ends the turn
 
 
-def make_encoder(tokenizer: Any, data: DataConfig) -> Encoder:
-    """How rows of ``data.format`` become documents. ModelError when the format needs a template that is not there."""
+def make_encoder(tokenizer: Any, data: DataConfig, vocabulary: int) -> Encoder:
+    """How rows of ``data.format`` become documents for a model of ``vocabulary`` tokens.
+
+    ModelError when the format needs a template that is not there, or the tokenizer is of a larger model.
+    """
+    if len(tokenizer) > vocabulary:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {vocabulary}; name the model's own in model.tokenizer"
+        )
     if data.format == "text":
         encode = _text_encoder(tokenizer, data.text_key)
     else:

@@ -8,6 +8,7 @@ needs. Boxes that a rank writes may be made on demand, one at a time.
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def save_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup 
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1)
     rank = 0 if alone else dist.get_rank(group)
     try:
-        with untouched():
+        with untouched(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant, when this process is alone
             dcp.save(
                 {},
                 storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
@@ -105,7 +107,8 @@ def load_pieces(folder: Path, targets: Sequence[tuple[Box, Tensor]]) -> None:
     """Fill each tensor with its box of the stored tensors, cast to the tensor's dtype. Every rank reads for itself."""
     if targets:
         try:
-            with untouched():
+            with untouched(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: each rank by itself
                 dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(targets), no_dist=True)
         except dcp.CheckpointException as error:
             raise _cause(error) from error

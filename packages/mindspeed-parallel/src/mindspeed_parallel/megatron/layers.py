@@ -61,7 +61,7 @@ class Norm(nn.Module):
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         assert config.normalization == "RMSNorm" and config.kernels is not None
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
         self.kernel = config.kernels.rms_norm
@@ -196,7 +196,8 @@ class Rotary(nn.Module):
     def __init__(self, inverse_frequencies: Tensor) -> None:
         """inverse_frequencies (D / 2,)."""
         super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        # Not a buffer: those are cast with the model, and angles in bfloat16 are wrong from a few hundred tokens on.
+        self.inverse_frequencies = inverse_frequencies
         self._positions: Tensor | None = None
 
     @contextlib.contextmanager
@@ -213,9 +214,10 @@ class Rotary(nn.Module):
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Angles (S, B, 1, D) in the dtype of the frequencies."""
+        """Angles (S, B, 1, D), in float32 whatever the model's dtype."""
         assert self._positions is not None
-        angles = self._positions.t()[..., None, None] * self.inverse_frequencies  # (S, B, 1, D / 2)
+        frequencies = self.inverse_frequencies.to(self._positions.device)
+        angles = self._positions.t()[..., None, None] * frequencies  # (S, B, 1, D / 2)
         return torch.cat((angles, angles), dim=-1)
 
 

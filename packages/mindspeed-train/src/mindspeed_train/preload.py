@@ -1,0 +1,23 @@
+"""Imports that take seconds, made once before rank processes are: megatron-core, and what this package needs of it.
+
+megatron-core says at import which CUDA libraries it does without; on other devices that is not news.
+"""
+
+import logging
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import megatron.core.distributed
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel
+    import mindspeed_parallel.megatron.layers
+    import transformers
+    import transformers.models.auto.modeling_auto
+
+    from . import observe, rank
+
+    logging.disable(logging.NOTSET)
+
+__all__ = ["megatron", "mindspeed_parallel", "observe", "rank", "transformers"]
