@@ -1,0 +1,186 @@
+"""Is a checkpoint the model that it was made from? Three answers: by tensor, by configuration key, by what is computed.
+
+Weights that are equal do not make a model that is: a key that was not understood changes no weight. So logits and
+losses are compared too, at all positions, in every layout that the model allows. Where they differ, activations are
+compared module by module, and the first that differs is named.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from mindspeed_kernels.errors import UserError
+from mindspeed_models.families import Arch
+from mindspeed_models.weights.convert import to_megatron
+from mindspeed_models.weights.source import CheckpointSource, Source, open_source, read_config
+from mindspeed_parallel.layout import Layout, parse_layout
+from mindspeed_runtime.launch import Pool
+from torch import Tensor
+
+USUAL = ("tp1", "tp2", "tp3", "pp2", "tp2pp2", "pp2vpp2")
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}  # of logits and losses, relative to the largest reference value
+_HARMLESS = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures")
+_REFERENCE = "mindspeed_tools.verify_rank:reference"
+_COMPUTED = "mindspeed_tools.verify_rank:computed"
+_PRELOAD = ("mindspeed_train.preload",)
+_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutReport:
+    """How one layout computes."""
+
+    layout: str
+    logits: float  # largest difference, relative to the largest reference value
+    loss: float
+    tolerance: float
+    first: str | None = None  # the first module that differs, in the order of a forward pass
+    modules: dict[str, float] = field(default_factory=dict)  # differences, where they were asked for
+
+    @property
+    def holds(self) -> bool:
+        """Within the tolerance; what is not a number never is."""
+        return all(math.isfinite(x) and x <= self.tolerance for x in (self.logits, self.loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The three answers."""
+
+    precision: str
+    tensors: int
+    differing_tensors: tuple[str, ...]
+    differing_keys: tuple[str, ...]
+    layouts: tuple[LayoutReport, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Equal in everything."""
+        return not self.differing_tensors and not self.differing_keys and all(item.holds for item in self.layouts)
+
+    @property
+    def first_failure(self) -> str:
+        """What differs, in a sentence; the most telling first."""
+        if self.differing_keys:
+            return f"configuration key {self.differing_keys[0]}"
+        if self.differing_tensors:
+            more = len(self.differing_tensors) - 1
+            return f"tensor {self.differing_tensors[0]}" + (f" (and {more} more)" if more else "")
+        for item in self.layouts:
+            if not item.holds:
+                worst = max(item.logits, item.loss)
+                return f"layout {item.layout}: differs by {worst:.1e}, first in {item.first}"
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {**asdict(self), "holds": self.holds}
+
+
+def verify(
+    model: Path,
+    against: Path | None,
+    *,
+    layouts: str = "auto",
+    precision: str = "fp64",
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compare ``model`` with its checkpoint ``against``, or with a conversion made for the purpose."""
+    source = open_source(model)
+    chosen = choose_layouts(source.arch, layouts)
+    with tempfile.TemporaryDirectory(prefix="mindspeed-verify-") as folder:
+        if against is None:
+            against = Path(folder) / "checkpoint"
+            to_megatron(source, against)
+        keys = _differing_keys(source, against)
+        for key in keys:
+            say(f"configuration  DIFFERS  {key}")
+        if keys:
+            # The checkpoint describes another model: what it computes would only say so again.
+            return Report(precision=precision, tensors=0, differing_tensors=(), differing_keys=keys, layouts=())
+        say("configuration  equal")
+        count, tensors = _differing_tensors(source, open_source(against))
+        say(f"tensors        {'DIFFERS  ' + tensors[0] if tensors else f'equal, all {count} bit for bit'}")
+        reports = _computed(source, against, chosen, precision, Path(folder), say)
+    return Report(
+        precision=precision, tensors=count, differing_tensors=tensors, differing_keys=keys, layouts=tuple(reports)
+    )
+
+
+def choose_layouts(arch: Arch, text: str) -> list[Layout]:
+    """The layouts to try: those named, or those of the usual ones that the model allows."""
+    if text == "auto":
+        return [layout for name in USUAL if _allows(arch, layout := parse_layout(name)) is None]
+    layouts = [parse_layout(name.strip()) for name in text.split(",")]
+    for layout in layouts:
+        if (reason := _allows(arch, layout)) is not None:
+            raise UserError(f"--layouts {layout}: {reason}")
+    return layouts
+
+
+def _allows(arch: Arch, layout: Layout) -> str | None:
+    for name, size in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("MLP columns", arch.ffn)):
+        if size % layout.tensor:
+            return f"{size} {name} do not divide by {layout.tensor}"
+    chunks = layout.pipeline * layout.virtual
+    if arch.num_layers % chunks:
+        return f"{arch.num_layers} layers do not divide into {chunks} chunks"
+    return None
+
+
+def _differing_keys(source: Source, against: Path) -> tuple[str, ...]:
+    theirs, ours = dict(source.config), dict(read_config(against))
+    # A GGUF file and the configuration that transformers saves for it spell defaults out differently.
+    return tuple(
+        f"{key}: {_shown(theirs, key)} in the model, {_shown(ours, key)} in the checkpoint"
+        for key in sorted(set(theirs) | set(ours))
+        if key not in _HARMLESS and not key.startswith("_") and theirs.get(key) != ours.get(key)
+    )
+
+
+def _shown(config: dict[str, Any], key: str) -> str:
+    return repr(config[key]) if key in config else "absent"
+
+
+def _differing_tensors(source: Source, checkpoint: Source) -> tuple[int, tuple[str, ...]]:
+    """Map the checkpoint back through the rules and compare with the model's own tensors, bit for bit."""
+    differing: list[str] = []
+    count = 0
+    for name, rule in source.rules.items():
+        theirs = rule.unpack(source.read(source.whole(name)))
+        ours = rule.unpack(checkpoint.read(checkpoint.whole(name)))
+        for hf, a, b in zip(rule.hf, theirs, ours, strict=True):
+            count += 1
+            if a.dtype != b.dtype or not torch.equal(_raw(a), _raw(b)):
+                differing.append(f"{hf} ({name} in the checkpoint)")
+    return count, tuple(differing)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _computed(
+    source: Source, against: Path, layouts: Sequence[Layout], precision: str, folder: Path, say: Callable[[str], None]
+) -> list[LayoutReport]:
+    assert isinstance(open_source(against), CheckpointSource)
+    reports = []
+    size = max(layout.ranks for layout in layouts)
+    with Pool(size, preload=_PRELOAD, log_dir=folder / "logs") as pool:
+        tolerance = pool.run(_REFERENCE, source.path, precision, folder, nproc=1, timeout_s=_TIMEOUT_S)[0]
+        tolerance = TOLERANCE.get(precision, tolerance)
+        for layout in layouts:
+            arguments = (against, layout, precision, folder, tolerance)
+            found = pool.run(_COMPUTED, *arguments, nproc=layout.ranks, timeout_s=_TIMEOUT_S)[0]
+            reports.append(LayoutReport(layout=str(layout), tolerance=tolerance, **found))
+            item = reports[-1]
+            where = "" if item.holds else f"  first in {item.first}"
+            word = "equal" if item.holds else "DIFFERS"
+            say(
+                f"{item.layout:<14} {word}  logits {item.logits:.1e}, loss {item.loss:.1e} (bound {tolerance:.1e}){where}"
+            )
+    return reports

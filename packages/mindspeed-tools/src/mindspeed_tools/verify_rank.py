@@ -1,0 +1,174 @@
+"""The part of verification that computes: transformers once, then our model in a layout, on the same tokens.
+
+Activations are compared by the names that both sides have in common: the embedding, in each layer its two norms, its
+attention and its MLP, the final norm, the logits, the loss.   Letters: B rows, S tokens, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mindspeed_kernels.reference import fp64, untouched
+from mindspeed_models.weights.source import GGUFSource, open_source
+from mindspeed_parallel.layout import Layout
+from mindspeed_runtime.data.batch import Batch
+from mindspeed_runtime.launch import Rank
+from mindspeed_runtime.recipe import DataConfig, MegatronConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
+from mindspeed_train.prove import with_layout
+from mindspeed_train.session import Session, open_session
+from torch import Tensor, nn
+
+ROWS, LENGTH = 2, 64
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_OURS = {
+    "input_layernorm": "input_layernorm",
+    "self_attn": "self_attention",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp": "mlp",
+}
+
+
+def reference(rank: Rank, model: Path, precision: str, folder: Path) -> float:
+    """Run the transformers model and write its activations; returns the tolerance that bf16 deserves.
+
+    That is twice the error that transformers' own bf16 makes against fp64.
+    """
+    exact = _transformers(model, "fp64" if precision != "fp32" else "fp32")
+    torch.save(exact, folder / "reference.pt")
+    if precision != "bf16":
+        return 0.0
+    rough = _transformers(model, "bf16")
+    return 2 * max(_difference(exact[name], rough[name]) for name in ("logits", "loss"))
+
+
+def computed(
+    rank: Rank, checkpoint: Path, layout: Layout, precision: str, folder: Path, tolerance: float
+) -> dict[str, Any]:
+    """Run our model in ``layout`` and compare it with the reference."""
+    expected = torch.load(folder / "reference.pt")
+    recipe = _recipe(checkpoint, layout, precision)
+    with open_session(rank, recipe, reference=precision == "fp64", trains=False) as session:
+        batch = _batch(session.arch.vocab)
+        with torch.no_grad(), _watched(session) as seen:
+            logits = session.model.logits(batch.tokens)
+        with torch.no_grad():
+            loss = session.model.token_losses(batch)
+        everything = _gathered(session, seen)
+    found = {"logits": _difference(expected["logits"], logits), "loss": _difference(expected["loss"], loss)}
+    if all(value <= tolerance for value in found.values()):
+        return found
+    everything |= {"logits": logits, "loss": loss}
+    modules = {name: _difference(expected[name], everything[name]) for name in expected if name in everything}
+    first = next((name for name, value in modules.items() if not value <= tolerance), None)
+    return {**found, "modules": modules, "first": first}
+
+
+def _recipe(checkpoint: Path, layout: Layout, precision: str) -> Recipe:
+    recipe = Recipe(
+        model=ModelConfig(path=str(checkpoint), dropout=0.0),
+        data=DataConfig(train=("",), sequence=LENGTH),
+        training=TrainingConfig(steps=1, precision="bf16" if precision == "bf16" else "fp32"),
+        parallel=ParallelConfig(),
+        megatron=MegatronConfig(),
+    )
+    return replace(with_layout(recipe, layout), stage="pretrain")
+
+
+def _batch(vocabulary: int) -> Batch:
+    generator = torch.Generator().manual_seed(20)
+    with untouched():
+        ids = torch.randint(0, vocabulary, (ROWS, LENGTH + 1), generator=generator)
+        positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
+        return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, None)
+
+
+def _transformers(path: Path, precision: str) -> dict[str, Tensor]:
+    mode = fp64() if precision == "fp64" else contextlib.nullcontext()
+    with mode, torch.no_grad():
+        model = _load(path, _DTYPES[precision])
+        batch = _batch(model.config.vocab_size)
+        seen: dict[str, Tensor] = {}
+        for name, module in _named(model):
+            module.register_forward_hook(_keeping(seen, name, _first))
+        logits = model(input_ids=batch.tokens, use_cache=False).logits
+        wide = logits.double().flatten(0, 1)
+        seen["logits"] = logits
+        seen["loss"] = nn.functional.cross_entropy(wide, batch.labels.flatten(), reduction="none").view(ROWS, LENGTH)
+    return seen
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    source = open_source(path)
+    options: dict[str, Any] = {"gguf_file": source.path.name} if isinstance(source, GGUFSource) else {}
+    folder = source.path.parent if options else path
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **options).eval()
+
+
+def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    yield "embedding", model.model.embed_tokens
+    for number, layer in enumerate(model.model.layers):
+        for theirs, ours in _OURS.items():
+            yield f"layers.{number}.{ours}", getattr(layer, theirs)
+    yield "final_layernorm", model.model.norm
+
+
+@contextlib.contextmanager
+def _watched(session: Session) -> Iterator[dict[str, Tensor]]:
+    """Outputs of this rank's modules during the block, as (B, S, ...)."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for chunk in session.model.chunks:
+        watched = [("embedding", getattr(chunk, "embedding", None)), ("final_layernorm", chunk.decoder.final_layernorm)]
+        for layer in chunk.decoder.layers:
+            watched += [(f"layers.{layer.layer_number - 1}.{name}", getattr(layer, name)) for name in _OURS.values()]
+        for name, module in watched:
+            if module is not None:
+                handles.append(module.register_forward_hook(_keeping(seen, name, partial(_whole, session))))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keeping(seen: dict[str, Tensor], name: str, read: Callable[[Any], Tensor]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _inputs: Any, out: Any) -> None:
+        seen.setdefault(name, read(out))
+
+    return hook
+
+
+def _whole(session: Session, out: Any) -> Tensor:
+    """The output of a module of ours with its bias added, its sequence gathered, as (B, S, ...)."""
+    value = out
+    if isinstance(out, tuple):
+        value = out[0] if out[1] is None else out[0] + out[1]
+    if session.groups.layout.sequence:
+        parts = [torch.empty_like(value) for _ in range(session.groups.layout.tensor)]
+        dist.all_gather(parts, value.contiguous(), group=session.groups.pg.tp)
+        value = torch.cat(parts)
+    return value.transpose(0, 1).detach()
+
+
+def _gathered(session: Session, seen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every pipeline stage saw, on every rank."""
+    found: list[Any] = [None] * session.groups.layout.pipeline
+    dist.all_gather_object(found, {name: value.cpu() for name, value in seen.items()}, group=session.groups.pg.pp)
+    return {name: value for part in found for name, value in part.items()}
+
+
+def _first(out: Any) -> Tensor:
+    return (out[0] if isinstance(out, tuple) else out).detach()
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    a, b = expected.double().cpu(), found.double().cpu()
+    return ((a - b).abs().max() / a.abs().max()).item() if a.shape == b.shape else float("inf")
