@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from mindspeed_runtime.patch import Patch, PatchError, applied, fingerprint
+from mindspeed_runtime.patch import Patch, PatchError, applied, diff, fingerprint
 
 SOURCE = """
 def twice(x):
@@ -87,17 +87,20 @@ def test_a_defined_name_is_gone_afterwards(upstream):
     [
         ({"target": "upstream_a:gone"}, "upstream lacks it"),
         ({"target": "upstream_a:Gone.name"}, "no attribute 'Gone'"),
-        ({"kind": "define", "also": ()}, "upstream now has it"),
+        ({"kind": "define", "also": ()}, "upstream now has it|replace and then define|wrap and then define"),
         ({"written_against": "0" * 12}, "its source changed"),
         ({"also": ("json",)}, "json no longer binds the same twice"),
+        ({"also": ("upstream_gone",)}, "upstream_a:twice: No module named 'upstream_gone'"),
+        ({"target": "math:sqrt", "also": ()}, "has no source to compare with"),
     ],
 )
 def test_drift_is_refused_before_anything_changes(upstream, changes, text):
     a, _ = upstream
-    original = a.twice
-    with pytest.raises(PatchError, match=text), applied([_patch(upstream), _patch(upstream, **changes)][1:]):
-        pytest.fail("a patch that does not fit was applied")
-    assert a.twice is original
+    before = dict(vars(a))
+    for patches in ([_patch(upstream, **changes)], [_patch(upstream), _patch(upstream, **changes)]):
+        with pytest.raises(PatchError, match=text), applied(patches):
+            pytest.fail("a patch that does not fit was applied")
+    assert dict(vars(a)) == before
 
 
 def test_a_replaced_target_cannot_be_replaced_again(upstream):
@@ -118,3 +121,27 @@ def test_the_fingerprint_sees_code_and_not_its_layout(tmp_path, monkeypatch):
         (tmp_path / f"print_{number}.py").write_text(text)
         prints.append(fingerprint(__import__(f"print_{number}").f))
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_defined_name_can_be_wrapped(upstream):
+    a, _ = upstream
+    define = Patch(target="upstream_a:absent", make=lambda _: lambda x: x + 1, kind="define", why="")
+    wrap = Patch(target="upstream_a:absent", make=lambda original: lambda x: 2 * original(x), kind="wrap", why="")
+    with applied([define, wrap]):
+        assert a.absent(3) == 8
+    assert not hasattr(a, "absent")
+
+
+def test_the_second_wrap_of_a_target_is_checked_against_upstream_too(upstream):
+    stale = _patch(upstream, written_against="0" * 12)
+    with pytest.raises(PatchError, match="its source changed"), applied([_patch(upstream), stale]):
+        pytest.fail("a stale wrap was applied")
+
+
+def test_a_diff_shows_what_is_taken_out_and_what_is_put_in(upstream):
+    def thrice(x):
+        return 3 * x
+
+    shown = diff(_patch(upstream, make=lambda _: thrice, kind="replace")).splitlines()
+    assert [line for line in shown if line.startswith(("-    ", "+    "))] == ["-    return 2 * x", "+    return 3 * x"]
+    assert "+None" in diff(Patch(target="upstream_a:absent", make=lambda _: None, kind="define", why=""))

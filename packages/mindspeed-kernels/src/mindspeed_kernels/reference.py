@@ -4,11 +4,14 @@ In it equality is sharp. A wrong rotary base, a swapped gate or a dropped bias c
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from .modes import RUN_BACKWARD, kept
 
 _WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 _CASTS = {torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half}
@@ -42,14 +45,22 @@ def fp64() -> Iterator[None]:
     Transformers models: take ``attn_implementation="eager"`` and ``experts_implementation="eager"``.
     """
     default, compiled = torch.get_default_dtype(), torch._dynamo.config.disable
-    torch.set_default_dtype(torch.float64)
-    torch._dynamo.config.disable = True  # compiled regions would keep their own dtypes
+    mode = _Double()
+    engines = [importlib.import_module(name) for name in RUN_BACKWARD]
+    run_backward = engines[0]._engine_run_backward
+    run_in_mode = kept(run_backward, mode)
     try:
-        with _Double():
+        torch.set_default_dtype(torch.float64)
+        torch._dynamo.config.disable = True  # compiled regions would keep their own dtypes
+        for engine in engines:
+            engine._engine_run_backward = run_in_mode
+        with mode:
             yield
     finally:
         torch.set_default_dtype(default)
         torch._dynamo.config.disable = compiled
+        for engine in engines:
+            engine._engine_run_backward = run_backward
 
 
 def untouched() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,8 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 from mindspeed_kernels.errors import UserError
@@ -38,21 +39,28 @@ class Patch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """A feature that leaves nothing to choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feature:
     """Something that needs patches, or only options, to be switched on.
 
-    ``patches`` gives the records for given options and context; ``enter`` is a scoped change that is not a patch.
+    Its callables are given a context: the device, the kernels, and ``options``, an instance of the class that is named
+    here. ``enter`` is a scoped change that is not a patch.
     """
 
     name: str
     why: str  # what it gives
     resort: str  # why no config field, spec or subclass does it
     patches: Callable[[Any], Sequence[Patch]]  # context -> records
-    needed: Callable[[Any], bool]  # context -> on without being asked for
+    needed: Callable[[Any], bool] = lambda _: False  # context -> on without being asked for
+    check: Callable[[Any], None] | None = None  # context -> UserError when it cannot be on
     enter: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None
     requires: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)  # option: default
+    options: type = NoOptions  # a frozen dataclass with defaults
 
 
 def fingerprint(original: Any) -> str:
@@ -61,11 +69,14 @@ def fingerprint(original: Any) -> str:
 
 
 def source_of(original: Any) -> str:
-    """Dedented source of a function or class."""
+    """Dedented source of a function or class. PatchError when there is none to read."""
     inner = getattr(original, "__func__", original)
     if isinstance(inner, property):
         inner = inner.fget
-    return textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
+    try:
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
+    except (TypeError, OSError) as error:
+        raise PatchError(f"{original!r} has no source to compare with: {error}") from error
 
 
 @contextlib.contextmanager
@@ -81,7 +92,7 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
         for patch in patches:
             owner, name, original = locate(patch.target)
             new = patch.make(original)
-            for where in (owner, *map(importlib.import_module, patch.also)):
+            for where in (owner, *(_module(patch, module) for module in patch.also)):
                 undo.append((where, name, vars(where).get(name, MISSING)))
                 setattr(where, name, new)
         yield
@@ -97,18 +108,17 @@ def check(patches: Sequence[Patch]) -> None:
     """PatchError unless ``patches`` fit the code as it is and one another: wraps stack, replacements do not."""
     first: dict[str, Patch] = {}
     for patch in patches:
-        if patch.target not in first:
+        earlier = first.get(patch.target)
+        if earlier is not None and patch.kind != "wrap":
+            raise PatchError(f"{patch.target}: {earlier.kind} and then {patch.kind}; only a wrap may come second")
+        if earlier is None or earlier.kind != "define":  # else what it wraps is ours, and not there yet
             check_target(patch)
-            first[patch.target] = patch
-        elif patch.kind != "wrap":
-            raise PatchError(
-                f"{patch.target}: {first[patch.target].kind} and then {patch.kind}; only a wrap may come second"
-            )
+        first.setdefault(patch.target, patch)
 
 
 def check_target(patch: Patch) -> None:
     """PatchError when the target, its bindings or its source are not as the patch expects."""
-    owner, name, original = locate(patch.target)
+    _, name, original = locate(patch.target)
     if (original is MISSING) != (patch.kind == "define"):
         state = "upstream lacks it" if original is MISSING else "upstream now has it"
         raise PatchError(f"{patch.target}: {state}; this patch was written for another version")
@@ -118,8 +128,15 @@ def check_target(patch: Patch) -> None:
             "install the version that this package pins, or review the patch"
         )
     for module in patch.also:
-        if vars(importlib.import_module(module)).get(name, MISSING) is not vars(owner).get(name):
-            raise PatchError(f"{patch.target}: {module} no longer binds the same {name}")
+        if vars(_module(patch, module)).get(name, MISSING) is not original:
+            raise PatchError(f"{patch.target}: {module} no longer binds the same {name}; review the patch")
+
+
+def _module(patch: Patch, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PatchError(f"{patch.target}: {error}; this patch was written for another version") from error
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
@@ -134,12 +151,20 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def diff(patch: Patch) -> str:
-    """Unified diff of the original's source and the source of what stands in its place."""
+    """Unified diff of the original's source and the source of what stands in its place.
+
+    What is not Python, or not a function or class, is shown by its value.
+    """
     _, name, original = locate(patch.target)
-    before = "" if original is MISSING or patch.written_against is None else source_of(original)
-    made = patch.make
-    made = made.func if isinstance(made, functools.partial) else made
+    before = [] if original is MISSING else _shown(original)
     lines = difflib.unified_diff(
-        before.splitlines(), source_of(made).splitlines(), f"upstream/{name}", f"ours/{name}", lineterm="", n=2
+        before, _shown(patch.make(original)), f"upstream/{name}", f"ours/{name}", lineterm="", n=2
     )
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> list[str]:
+    try:
+        return source_of(value).splitlines()
+    except PatchError:
+        return [f"{value!r}"]

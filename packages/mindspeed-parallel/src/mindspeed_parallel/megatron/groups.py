@@ -5,12 +5,15 @@ another layout afterwards.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from mindspeed_kernels.device import Device
 
 from ..layout import Layout, LayoutError
@@ -37,9 +40,13 @@ class Groups:
         return self.pipeline_rank == self.layout.pipeline - 1
 
     def seed(self, number: int) -> None:
-        """Seed dropout. Tensor ranks share what they compute alike and differ where their work does."""
-        stages = self.layout.pipeline
-        model_parallel_cuda_manual_seed((number * stages + self.pipeline_rank) % 2**40, force_reset_rng=True)
+        """Seed dropout. Tensor ranks share what they compute alike and differ where their work does.
+
+        No other stage, and no other ``number``, draws the same again.
+        """
+        # megatron-core adds the tensor rank: with neighbouring numbers, a rank would draw what another one draws next.
+        digest = hashlib.blake2b(f"{number} {self.pipeline_rank}".encode(), digest_size=4).digest()
+        model_parallel_cuda_manual_seed(int.from_bytes(digest, "little") >> 1, force_reset_rng=True)
 
 
 @contextlib.contextmanager
@@ -73,6 +80,9 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
         yield groups
     finally:
         parallel_state.destroy_model_parallel()
+        initialize_rng_tracker(force_reset=True)  # one that holds no generator
+        destroy_num_microbatches_calculator()
+        destroy_rerun_state_machine()
 
 
 def communication_options(layout: Layout, device: Device) -> dict[str, bool]:

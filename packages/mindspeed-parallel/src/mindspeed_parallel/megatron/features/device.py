@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from mindspeed_kernels.device import Device
+from mindspeed_kernels.modes import RUN_BACKWARD, kept
 from mindspeed_runtime.patch import Feature, Patch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -34,6 +35,8 @@ _ASKED = (  # what megatron-core asks of torch.cuda while it trains
     "memory_reserved",
 )
 
+_BOUND_BY = {"get_rng_state": ("torch.cuda.random",)}  # megatron-core asks these modules too
+
 
 class _Redirected(TorchFunctionMode):
     """Reads "cuda" as the chosen device, and names its tensor types as CUDA's."""
@@ -52,13 +55,19 @@ class _Redirected(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
-        if kwargs and (device := kwargs.get("device")) is not None and str(device).startswith("cuda"):
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], self._device, *args[2:])
+        if kwargs and _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._device}
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and isinstance(out, str):
-            # DistributedOptimizer: "wrapped parameters must be one of torch.cuda.FloatTensor ..."
+            # The distributed optimizer takes tensors by the names of their types, and knows those of CUDA alone.
             return out.replace(self._own, "torch.cuda.", 1)
         return out
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 class _SameGenerator(logging.Filter):
@@ -87,40 +96,59 @@ def _redirected(device: Device) -> Iterator[None]:
 
 def _patches(context: Any) -> Sequence[Patch]:
     chosen: Device = context.device
-    module = chosen.module
 
-    def set_generator_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
         chosen.set_rng_state(new_state)
 
-    def get_generator_state(device: Any = None) -> Tensor:
+    def get_rng_state(*_: Any, **__: Any) -> Tensor:
         return chosen.rng_state()
 
-    def answered(name: str) -> Patch:
-        answers = {"get_rng_state": get_generator_state, "set_rng_state": set_generator_state}
-        answer = answers.get(name, getattr(module, name))
-        return Patch(
-            target=f"torch.cuda:{name}",
-            make=lambda _: answer,
-            kind="replace",
-            why=f"megatron-core asks torch.cuda.{name}; the chosen device answers",
-        )
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        if not torch.is_tensor(tensor):
+            return tensor
+        moved = tensor.cpu()  # done when it returns, so no stream needs to be told
+        return moved.numpy() if as_numpy else moved
 
+    answers = {
+        **{name: getattr(chosen.module, name) for name in _ASKED},
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+    }
     return [
-        *(answered(name) for name in _ASKED),
+        *(_answered(name, answer) for name, answer in answers.items()),
         Patch(
-            target="torch.cuda.random:get_rng_state",
-            make=lambda _: get_generator_state,
-            kind="replace",
-            why="the generator tracker reads the state by this name",
+            target=f"{RUN_BACKWARD[0]}:_engine_run_backward",
+            make=lambda original: kept(original, _Redirected(chosen)),
+            kind="wrap",
+            why="PyTorch takes modes off in backward passes, where recomputed layers name the device again",
+            also=RUN_BACKWARD[1:],
         ),
         Patch(
             target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
-            make=lambda _: set_generator_state,
+            make=lambda _: set_rng_state,
             kind="replace",
             why="it reaches into torch.cuda.default_generators, which exist only where CUDA does",
             written_against="bc661293c830",
         ),
+        Patch(
+            target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+            make=lambda _: maybe_move_tensor_to_cpu,
+            kind="replace",
+            why="it moves CUDA tensors alone, and all_to_all refuses sizes that are still tensors",
+            written_against="305cf1bb7bbc",
+            also=("megatron.core.transformer.moe.token_dispatcher",),
+        ),
     ]
+
+
+def _answered(name: str, answer: Any) -> Patch:
+    return Patch(
+        target=f"torch.cuda:{name}",
+        make=lambda _: answer,
+        kind="replace",
+        why="megatron-core asks it of torch.cuda; the chosen device answers",
+        also=_BOUND_BY.get(name, ()),
+    )
 
 
 DEVICE = Feature(
