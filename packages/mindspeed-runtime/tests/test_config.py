@@ -82,7 +82,7 @@ def test_a_wrong_recipe_is_refused_by_name(recipe_file, change, text):
 def test_overrides_are_as_strict_as_the_file(recipe_file):
     with pytest.raises(ConfigError, match=r"--set: optimizer.lrr: no such key; did you mean lr\?"):
         load_recipe(recipe_file(), ["optimizer.lrr=1"])
-    with pytest.raises(ConfigError, match="--set lr: write it as section.key=value"):
+    with pytest.raises(ConfigError, match=r"--set lr: write it as section\.key=value"):
         load_recipe(recipe_file(), ["lr"])
     with pytest.raises(ConfigError, match="no such recipe file"):
         load_recipe(recipe_file().parent / "absent.yaml")

@@ -98,7 +98,7 @@ def _code(group: click.Group, arguments: list[str], debug: bool) -> int:
     except RunError as error:
         _explain(error, debug)
         return 1
-    except Exception as error:  # noqa: BLE001  the one place where an unforeseen error becomes a sentence
+    except Exception as error:
         if debug:
             traceback.print_exc()
         else:

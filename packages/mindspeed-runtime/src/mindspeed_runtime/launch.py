@@ -257,7 +257,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 def _portable(error: UserError) -> UserError:
     try:
-        return pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))  # noqa: S301  what this process itself has made
     except (pickle.PickleError, TypeError, AttributeError):
         return UserError(str(error))
 
@@ -297,7 +297,8 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise UserError(
-                f"launch.port={port}: the port is in use ({error.strerror}); name another, or leave launch.port out and a free meeting place is taken"
+                f"launch.port={port}: the port is in use ({error.strerror}); name another, or leave launch.port out and "
+                "a free meeting place is taken"
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 from mindspeed_kernels.errors import RunError, UserError
@@ -99,14 +100,14 @@ def _check_target(out: Path, force: bool) -> None:
         raise UserError(f"{out}: exists and is not empty; name another folder, or use --force to replace it")
 
 
-def _progress(total: int):
+def _progress(total: int) -> Any:
     from contextlib import contextmanager
 
     from rich.console import Console
     from rich.progress import Progress
 
     @contextmanager
-    def running():
+    def running() -> Any:
         with Progress(
             console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal
         ) as bar:

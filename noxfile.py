@@ -1,0 +1,119 @@
+"""Every check of this repository, one session each. `nox` alone runs what a change must pass; `nox -l` lists all.
+
+The sessions share the workspace's own environment, which uv brings up to date first (a second when nothing changed);
+only `isolated` and `npu` build others.
+"""
+
+import os
+import shutil
+import tomllib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import nox
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent
+# Bytecode must be cached: without it each of the many processes that the tests start compiles torch's imports anew.
+ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+PROJECTS: dict[str, dict[str, Any]] = {
+    path.parent.name: tomllib.loads(path.read_text()) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "types", "ranges", "tests"]
+nox.options.error_on_missing_interpreters = True
+
+
+def find_uv() -> str:
+    """The uv beside this nox, else the one on PATH."""
+    try:
+        from uv import find_uv_bin
+    except ImportError:
+        found = shutil.which("uv")
+        if found is None:
+            raise SystemExit("uv is not installed: `pip install uv`") from None
+        return found
+    return os.fsdecode(find_uv_bin())
+
+
+UV = find_uv()
+
+
+def run(session: nox.Session, *command: str) -> None:
+    """Run a command in the workspace's environment."""
+    session.run(UV, "run", "--no-sync", *command, external=True, env={**ENVIRONMENT, "VIRTUAL_ENV": None})
+
+
+def sync(session: nox.Session) -> None:
+    """Bring the workspace's environment up to date."""
+    session.run(UV, "sync", "--quiet", "--all-packages", external=True, env={"VIRTUAL_ENV": None}, silent=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, spelling, import contracts, rules of the sources, current pins."""
+    sync(session)
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "codespell")
+    run(session, "lint-imports")
+    run(session, "python", "checks/sources.py")
+    run(session, "python", "checks/pins.py", UV)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """basedpyright over the sources; the strict list in pyproject.toml only grows."""
+    sync(session)
+    run(session, "basedpyright", "--level", "error", *session.posargs)
+
+
+@nox.session
+def ranges(session: nox.Session) -> None:
+    """Each range that a package declares for a sibling admits the sibling in this tree, which uv does not check."""
+    bad = [
+        f"{name} wants {requirement}, the tree has {PROJECTS[sibling]['project']['version']}"
+        for name, project in PROJECTS.items()
+        for sibling, requirement in siblings(project)
+        if not requirement.specifier.contains(PROJECTS[sibling]["project"]["version"], prereleases=True)
+        or not {">=", "<"} <= {part.operator for part in requirement.specifier}
+    ]
+    if bad:
+        session.error("\n".join(bad))
+
+
+def siblings(project: dict[str, Any]) -> list[tuple[str, Requirement]]:
+    """The workspace packages that a project declares, its extras' included."""
+    meta = project["project"]
+    lists = [meta.get("dependencies", []), *meta.get("optional-dependencies", {}).values()]
+    found = [Requirement(line) for line in chain(*lists)]
+    return [(canonicalize_name(r.name), r) for r in found if canonicalize_name(r.name) in PROJECTS]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests of all packages and across them, but for the simulated Ascend."""
+    sync(session)
+    run(session, "pytest", "-m", "not npu", *(session.posargs or ["tests", "packages"]))
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """The tests that need neither a real model nor long: under four minutes."""
+    sync(session)
+    run(session, "pytest", "-m", "not npu and not slow", *(session.posargs or ["tests", "packages"]))
+
+
+@nox.session
+def pins(session: nox.Session) -> None:
+    """Resolve all dependencies anew and write the exact versions into pyproject.toml and constraints.txt."""
+    run(session, "python", "checks/pins.py", "--refresh", UV)
+    sync(session)
