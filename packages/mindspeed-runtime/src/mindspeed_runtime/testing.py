@@ -1,6 +1,6 @@
-"""What tests share: rank processes that are started once, and a tokenizer made on the spot.
+"""What tests share: rank processes that are started once.
 
-A package's ``conftest.py`` imports the fixtures by name.
+A package's ``conftest.py`` imports the fixture by name.
 """
 
 import importlib.util
@@ -10,16 +10,11 @@ import pytest
 
 from .launch import Pool
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four rank processes for the whole session, with the heavy imports behind them."""
-    heavy = [name for name in ("torch", "megatron.core", "transformers") if _installed(name)]
+    heavy = [name for name in ("mindspeed_train.preload", "megatron.core", "torch") if _installed(name)][:1]
     with Pool(4, preload=heavy) as found:
         yield found
 

@@ -154,7 +154,8 @@ def _whole(session: Session, out: Any) -> Tensor:
         parts = [torch.empty_like(value) for _ in range(session.groups.layout.tensor)]
         dist.all_gather(parts, value.contiguous(), group=session.groups.pg.tp)
         value = torch.cat(parts)
-    return value.transpose(0, 1).detach()
+    # A copy: megatron-core adds the residual into this very tensor.
+    return value.transpose(0, 1).detach().clone()
 
 
 def _gathered(session: Session, seen: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +166,7 @@ def _gathered(session: Session, seen: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _first(out: Any) -> Tensor:
-    return (out[0] if isinstance(out, tuple) else out).detach()
+    return (out[0] if isinstance(out, tuple) else out).detach().clone()
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:

@@ -1,0 +1,204 @@
+"""The verifier itself: it accepts what is right in every layout, and names what is planted."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from mindspeed_kernels.errors import UserError
+from mindspeed_models.testing import save_tiny, save_tiny_chat
+from mindspeed_models.weights.convert import to_megatron
+from mindspeed_models.weights.shards import Piece, save_pieces
+from mindspeed_models.weights.source import open_source
+from mindspeed_tools.verify import verify
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("llama-bias", "tp1,tp2,pp2,tp2pp2"),
+        ("llama-6q3kv", "tp1,tp3"),
+        ("llama-llama3", "tp2sp"),
+        ("mistral-window", "tp1,tp2"),
+        ("qwen2", "auto"),
+        ("qwen2-window", "tp1,pp2"),
+        ("qwen3", "auto"),
+        ("qwen3-bias", "tp2"),
+    ],
+)
+def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
+    save_tiny(name, tmp_path / "hf")
+    report = verify(tmp_path / "hf", None, layouts=layouts)
+    assert report.holds, report
+    if layouts == "auto":
+        assert [item.layout for item in report.layouts] == ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_narrower_precisions_hold_their_own_bounds(tmp_path, precision):
+    save_tiny("qwen3", tmp_path / "hf")
+    report = verify(tmp_path / "hf", None, layouts="tp1,tp2", precision=precision)
+    assert report.holds, report
+    assert all(item.logits > 1e-9 for item in report.layouts)  # it was not fp64
+
+
+def test_a_layout_that_the_model_does_not_allow_is_refused(tmp_path):
+    save_tiny("llama", tmp_path / "hf")
+    with pytest.raises(UserError, match="--layouts tp3: 4 heads do not divide by 3"):
+        verify(tmp_path / "hf", None, layouts="tp3")
+
+
+@pytest.fixture
+def converted(tmp_path):
+    save_tiny_chat("qwen3", tmp_path / "hf")
+    to_megatron(open_source(tmp_path / "hf"), tmp_path / "ck")
+    return tmp_path
+
+
+def _change_config(checkpoint, **changes):
+    path = checkpoint / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _rewrite(checkpoint, change):
+    """Write the weights of a checkpoint anew, after ``change`` of the tensors by name."""
+    source = open_source(checkpoint)
+    tensors = {name: source.read(source.whole(name)) for name in source.rules}
+    change(tensors)
+    boxes = {name: source.whole(name) for name in tensors}
+    shutil.rmtree(checkpoint / "model")
+    (checkpoint / "model").mkdir()
+    save_pieces(checkpoint / "model", [Piece(box=boxes[n], dtype=t.dtype, fill=t) for n, t in tensors.items()])
+
+
+def test_a_norm_weight_that_was_nudged_is_named(converted):
+    def nudge(tensors):
+        tensors["decoder.layers.2.pre_mlp_layernorm.weight"][7] += 1e-3
+
+    _rewrite(converted / "ck", nudge)
+    report = verify(converted / "hf", converted / "ck", layouts="tp1")
+    assert not report.holds
+    assert report.first_failure.startswith("tensor model.layers.2.post_attention_layernorm.weight")
+    assert report.layouts[0].first == "layers.2.pre_mlp_layernorm"
+
+
+def test_a_wrong_rotary_base_in_the_checkpoint_is_named(converted):
+    _change_config(converted / "ck", rope_parameters={"rope_theta": 20000.0, "rope_type": "default"})
+    report = verify(converted / "hf", converted / "ck", layouts="tp1")
+    assert report.first_failure.startswith("configuration key rope_parameters: ")
+
+
+def test_a_flipped_tie_is_named(converted):
+    _change_config(converted / "ck", tie_word_embeddings=True)
+    report = verify(converted / "hf", converted / "ck", layouts="tp1")
+    assert report.first_failure == "configuration key tie_word_embeddings: False in the model, True in the checkpoint"
+
+
+PLUGIN = """
+import dataclasses
+
+from mindspeed_models.families.family import Family
+from mindspeed_models.families.qwen3 import arch, decoder_rules
+from mindspeed_models.weights.rule import Segment
+
+
+def rules(found):
+    return tuple(changed(rule) for rule in decoder_rules(found))
+
+
+def changed(rule):
+    {change}
+    return rule
+
+
+def other_arch(settings):
+    found = arch(settings)
+    {arch}
+    return found
+
+
+FAMILY = Family(name="qwen3", model_types=("qwen3",), arch=other_arch, rules=rules)
+"""
+SWAPPED = """if "linear_fc1" in rule.ours:
+        return dataclasses.replace(rule, order=rule.order[::-1])"""
+PERMUTED = """if "linear_qkv.weight" in rule.ours:
+        order = list(rule.order)
+        order[0], order[3] = order[3], order[0]
+        order[1], order[4] = order[4], order[1]
+        return dataclasses.replace(rule, order=tuple(order))"""
+BASE = """found = dataclasses.replace(found, rope=dataclasses.replace(found.rope, theta=found.rope.theta * 1.001))"""
+
+
+@pytest.mark.parametrize(
+    ("change", "arch", "first"),
+    [
+        (SWAPPED, "", "layers.0.mlp"),
+        (PERMUTED, "", "layers.0.self_attention"),
+        ("", BASE, "layers.0.self_attention"),
+        ("", "found = dataclasses.replace(found, norm_eps=2e-6)", "layers.0.input_layernorm"),
+    ],
+    ids=["gate and up swapped", "query and key rows permuted", "rotary base", "norm epsilon"],
+)
+def test_a_fault_that_keeps_every_tensor_is_found_by_what_is_computed(converted, monkeypatch, change, arch, first):
+    """Both directions of the rules share the fault, so the round trip is bit-equal: only the maths shows it."""
+    site = converted / "site"
+    (site / "wrong-1.dist-info").mkdir(parents=True)
+    (site / "wrong_family.py").write_text(PLUGIN.format(change=change or "pass", arch=arch or "pass"))
+    (site / "wrong-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1\n")
+    entry = "[mindspeed.families]\nqwen3 = wrong_family:FAMILY\n"
+    (site / "wrong-1.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(site)
+    report = verify(converted / "hf", None, layouts="tp1,tp2")
+    assert not report.differing_tensors
+    assert [item.holds for item in report.layouts] == [False, False]
+    assert {item.first for item in report.layouts} == {first}
+    assert report.first_failure.startswith("layout tp1: differs by")
+    import sys
+
+    sys.modules.pop("wrong_family", None)
+
+
+def test_a_checkpoint_with_padded_rows_is_refused_by_name(converted):
+    source = open_source(converted / "ck")
+    pieces = []
+    for name in source.rules:
+        tensor, box = source.read(source.whole(name)), source.whole(name)
+        if name == "output_layer.weight":
+            tensor = torch.cat((tensor, torch.ones(1, tensor.shape[1])))
+            box = type(box)(key=name, whole=tuple(tensor.shape), offset=(0, 0), shape=tuple(tensor.shape))
+        pieces.append(Piece(box=box, dtype=tensor.dtype, fill=tensor))
+    shutil.rmtree(converted / "ck" / "model")
+    (converted / "ck" / "model").mkdir()
+    save_pieces(converted / "ck" / "model", pieces)
+    with pytest.raises(UserError, match=r"output_layer.weight has shape \(312, 64\), hf/config.json means \(311, 64\)"):
+        verify(converted / "hf", converted / "ck", layouts="tp1")
+
+
+def test_a_padded_row_in_the_softmax_shows_in_the_loss_and_not_in_the_logits(converted, monkeypatch):
+    """The planted fault is a decoder, of another distribution, that forgets that rows are padding."""
+    site = converted / "leak"
+    site.mkdir()
+    (site / "sitecustomize_leak.py").write_text(
+        "from mindspeed_parallel.megatron.layers import Decoder\n"
+        "Decoder._without_padding = lambda self, logits: logits\n"
+        "from mindspeed_models.families.qwen3 import QWEN3 as FAMILY\n"
+    )
+    (site / "leak-1.dist-info").mkdir()
+    (site / "leak-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: leak\nVersion: 1\n")
+    entry = "[mindspeed.families]\nqwen3 = sitecustomize_leak:FAMILY\n"
+    (site / "leak-1.dist-info" / "entry_points.txt").write_text(entry)
+    from mindspeed_parallel.megatron.layers import Decoder
+
+    kept = Decoder._without_padding
+    monkeypatch.syspath_prepend(site)
+    try:
+        report = verify(converted / "hf", None, layouts="tp1,tp2")
+    finally:
+        Decoder._without_padding = kept
+    one, two = report.layouts
+    assert one.holds  # 311 rows need no padding there
+    assert two.logits < 1e-12
+    assert two.loss > 1e-4
+    assert two.first == "loss"
