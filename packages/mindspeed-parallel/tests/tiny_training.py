@@ -146,9 +146,11 @@ def batches(seed):
         ends = torch.randint(3, LENGTH - 3, (ROWS, 1), generator=generator)
         at = torch.arange(LENGTH).expand(ROWS, -1)
         documents = (at >= ends).long() + 1
-        positions = torch.where(at >= ends, at - ends, at)
+        # Gaps between positions: rotary angles are relative, so an even shift of a document would change nothing.
+        gaps = torch.randint(1, 4, (ROWS, LENGTH), generator=generator).cumsum(1)
+        positions = torch.where(at >= ends, gaps - gaps.gather(1, ends), gaps)
         labels = tokens[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator, dtype=torch.float32) < 0.3] = -1
+        labels[torch.randint(0, 10, labels.shape, generator=generator) < 3] = -1
         found.append((tokens[:, :-1].contiguous(), labels, positions, documents))
     return found
 

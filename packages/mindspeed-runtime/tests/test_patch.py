@@ -1,5 +1,6 @@
 """Patches: checked before, composed in order, gone after."""
 
+import functools
 import sys
 
 import pytest
@@ -34,6 +35,14 @@ def upstream(tmp_path, monkeypatch):
 
 def _more(original):
     return lambda x: original(x) + 1
+
+
+def _outer(original):
+    @functools.wraps(original)
+    def outer():
+        return lambda x: original(x) + 1
+
+    return outer
 
 
 def _patch(upstream, **changes):
@@ -144,4 +153,6 @@ def test_a_diff_shows_what_is_taken_out_and_what_is_put_in(upstream):
 
     shown = diff(_patch(upstream, make=lambda _: thrice, kind="replace")).splitlines()
     assert [line for line in shown if line.startswith(("-    ", "+    "))] == ["-    return 2 * x", "+    return 3 * x"]
+    assert "+    return lambda x: original(x) + 1" in diff(_patch(upstream, make=_outer))
+    assert "2 * x" not in diff(_patch(upstream, make=_outer))
     assert "+None" in diff(Patch(target="upstream_a:absent", make=lambda _: None, kind="define", why=""))

@@ -151,20 +151,24 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def diff(patch: Patch) -> str:
-    """Unified diff of the original's source and the source of what stands in its place.
+    """Unified diff of the original's code and the code of what stands in its place, docstrings and comments left out.
 
-    What is not Python, or not a function or class, is shown by its value.
+    A wrap is shown as what it adds, since the original stays. What is not Python code is shown by its value.
     """
     _, name, original = locate(patch.target)
-    before = [] if original is MISSING else _shown(original)
-    lines = difflib.unified_diff(
-        before, _shown(patch.make(original)), f"upstream/{name}", f"ours/{name}", lineterm="", n=2
-    )
+    before = [] if original is MISSING or patch.kind == "wrap" else _code(original)
+    after = _code(patch.make(original), outermost=patch.kind == "wrap")
+    lines = difflib.unified_diff(before, after, f"upstream/{name}", f"ours/{name}", lineterm="", n=2)
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> list[str]:
+def _code(value: Any, *, outermost: bool = False) -> list[str]:
+    """Normalised lines of code. ``outermost``: of a function itself, whatever it says that it wraps."""
     try:
-        return source_of(value).splitlines()
+        tree = ast.parse(source_of(getattr(value, "__code__", value) if outermost else value))
     except PatchError:
         return [f"{value!r}"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Expr(ast.Constant(...))]
+    return ast.unparse(tree).splitlines()

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -58,6 +59,7 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
         raise LayoutError(
             f"layout {layout}: expert={layout.expert} does not divide data x context = {layout.data * layout.context}"
         )
+    before = _global_state()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -80,9 +82,14 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
         yield groups
     finally:
         parallel_state.destroy_model_parallel()
+        vars(parallel_state).update(before)  # some groups and lists of ranks are left standing by it
         initialize_rng_tracker(force_reset=True)  # one that holds no generator
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
+
+
+def _global_state() -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def communication_options(layout: Layout, device: Device) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """Running megatron-core on a device that is not CUDA.
 
-megatron-core asks ``torch.cuda`` for the current device, streams, generators and memory, creates tensors on the literal
+megatron-core asks ``torch.cuda`` for the current device, streams, events and generators, creates tensors on the literal
 device "cuda", and compares the names of tensor types. No configuration field, spec or subclass reaches these: they are
 written into schedules, mappings, buffers and optimizers. So the questions are answered by the chosen device, and the
 literals are redirected by a mode that is in force only inside.
@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 _ASKED = (  # what megatron-core asks of torch.cuda while it trains
     "current_device",
-    "set_device",
     "synchronize",
     "current_stream",
     "stream",
@@ -30,9 +29,6 @@ _ASKED = (  # what megatron-core asks of torch.cuda while it trains
     "manual_seed",
     "get_rng_state",
     "set_rng_state",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
 )
 
 _BOUND_BY = {"get_rng_state": ("torch.cuda.random",)}  # megatron-core asks these modules too

@@ -1,0 +1,158 @@
+"""The decoder against a decoder written down in plain PyTorch, and its vocabulary padding."""
+
+import math
+
+import pytest
+import torch
+from tiny_training import (
+    HEAD_DIM,
+    LENGTH,
+    NUM_TOKENS,
+    WINDOWS,
+    PackedDocuments,
+    batches,
+    chunks_for,
+    config_for,
+    opened,
+    shards,
+)
+from torch.nn import functional
+
+pytestmark = pytest.mark.dist
+EPS = 1e-5
+
+
+def _forward(rank, layout="tp1"):
+    """Weights, logits and losses of one micro-batch in one process."""
+    with opened(rank, layout) as groups:
+        (chunk,) = chunks_for(groups, config_for(groups))
+        tokens, labels, positions, documents = batches(3)[0]
+        packed = PackedDocuments.of(documents, LENGTH)
+        chunk.eval()
+        with torch.no_grad():
+            logits = chunk(tokens, positions, None, packed_seq_params=packed)
+            losses = chunk(tokens, positions, None, labels=labels, packed_seq_params=packed)
+        weights = {name: value.clone() for name, value in chunk.named_parameters()}
+        return weights, logits, losses
+
+
+def _norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def _rotated(x, positions):
+    """x (B, S, H, D) turned by the angle of each position, pair (i, i + D / 2) by pair, as complex numbers."""
+    frequencies = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions[..., None, None] * frequencies)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def _attention(q, k, v, documents, window):
+    """Token by token: softmax over the keys that the token may see."""
+    out = torch.zeros_like(q)
+    for row in range(q.shape[0]):
+        for at in range(q.shape[1]):
+            first = 0 if window is None else max(0, at - window + 1)
+            keys = [t for t in range(first, at + 1) if documents[row, t] == documents[row, at]]
+            for head in range(q.shape[2]):
+                group = head * k.shape[2] // q.shape[2]
+                scores = k[row, keys, group] @ q[row, at, head] / math.sqrt(HEAD_DIM)
+                out[row, at, head] = scores.softmax(0) @ v[row, keys, group]
+    return out
+
+
+def _plain_decoder(weights, tokens, positions, documents):
+    """Logits (B, S, V) of the tiny decoder: 4 heads, 2 kv heads, the weights by megatron-core's names."""
+    x = weights["embedding.word_embeddings.weight"][tokens]
+    for layer, window in enumerate(WINDOWS):
+        w = {name.removeprefix(f"decoder.layers.{layer}."): value for name, value in weights.items()}
+        qkv = functional.linear(
+            _norm(x, w["input_layernorm.weight"]),
+            w["self_attention.linear_qkv.weight"],
+            w["self_attention.linear_qkv.bias"],
+        ).unflatten(-1, (2, 4, HEAD_DIM))  # by kv head: two queries, key, value
+        q, k, v = qkv[..., :2, :].flatten(2, 3), qkv[..., 2, :], qkv[..., 3, :]
+        q, k = (_norm(t, w[f"self_attention.{n}_layernorm.weight"]) for n, t in (("q", q), ("k", k)))
+        out = _attention(_rotated(q, positions), _rotated(k, positions), v, documents, window)
+        x = x + functional.linear(
+            out.flatten(2), w["self_attention.linear_proj.weight"], w["self_attention.linear_proj.bias"]
+        )
+        gate, up = functional.linear(_norm(x, w["pre_mlp_layernorm.weight"]), w["mlp.linear_fc1.weight"]).chunk(2, -1)
+        x = x + functional.linear(functional.silu(gate) * up, w["mlp.linear_fc2.weight"])
+    return _norm(x, weights["decoder.final_layernorm.weight"]) @ weights["embedding.word_embeddings.weight"].T
+
+
+@pytest.fixture(scope="module")
+def forward(pool):
+    return pool.run(_forward, nproc=1)[0]
+
+
+def test_logits_equal_a_decoder_in_plain_pytorch(forward):
+    weights, logits, _ = forward
+    tokens, _, positions, documents = batches(3)[0]
+    expected = _plain_decoder(weights, tokens, positions, documents)
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("fault", ["positions", "documents", "window"])
+def test_a_planted_fault_in_positions_documents_or_windows_shows(forward, fault, monkeypatch):
+    weights, logits, _ = forward
+    tokens, _, positions, documents = batches(3)[0]
+    if fault == "positions":
+        positions = torch.arange(LENGTH).expand_as(positions)
+    elif fault == "documents":
+        documents = torch.ones_like(documents)
+    else:
+        monkeypatch.setattr("test_layers.WINDOWS", (None, 5, None, 4))
+    expected = _plain_decoder(weights, tokens, positions, documents)
+    assert float((logits - expected).abs().max() / expected.abs().max()) > 1e-4
+
+
+def test_rows_that_pad_the_vocabulary_stay_out_of_the_softmax(forward):
+    weights, logits, losses = forward
+    _, labels, _, _ = batches(3)[0]
+    assert weights["embedding.word_embeddings.weight"].shape[0] == 64 > NUM_TOKENS
+    trained = labels >= 0
+    expected = functional.cross_entropy(logits[..., :NUM_TOKENS][trained], labels[trained], reduction="none")
+    torch.testing.assert_close(losses[trained], expected, rtol=1e-12, atol=1e-12)
+    leaking = functional.cross_entropy(logits[trained], labels[trained], reduction="none")
+    assert float((losses[trained] - leaking).abs().min()) > 1e-6
+
+
+def _padding_lies_on_one_rank(rank):
+    with opened(rank, "tp2") as groups:
+        (chunk,) = chunks_for(groups, config_for(groups, num_tokens=31))
+        tokens, labels, positions, documents = batches(3)[0]
+        packed = PackedDocuments.of(documents, LENGTH)
+        with torch.no_grad():
+            losses = chunk(tokens % 31, positions, None, labels=labels.clamp(max=30), packed_seq_params=packed)
+            logits = chunk(tokens % 31, positions, None, packed_seq_params=packed)
+        return losses, logits
+
+
+def test_a_rank_that_holds_nothing_but_padding_adds_nothing(pool):
+    found = pool.run(_padding_lies_on_one_rank, nproc=2)
+    logits = torch.cat([part for _, part in found], dim=-1)
+    _, labels, _, _ = batches(3)[0]
+    trained = labels >= 0
+    expected = functional.cross_entropy(logits[..., :31][trained], labels.clamp(max=30)[trained], reduction="none")
+    for losses, _ in found:
+        torch.testing.assert_close(losses[trained], expected, rtol=1e-12, atol=1e-12)
+
+
+def _angles_of_a_narrow_model(rank):
+    with opened(rank, "tp1", reference=False) as groups:
+        config = config_for(groups, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True)
+        (chunk,) = chunks_for(groups, config)
+        chunk.bfloat16()
+        positions = torch.tensor([[0, 1, 1_000_001]])
+        with chunk.rotary_pos_emb.at(positions):
+            return chunk.rotary_pos_emb(), sum(1 for _ in shards([chunk], groups))
+
+
+def test_angles_keep_their_precision_in_a_narrow_model(pool):
+    ((angles, num_shards),) = pool.run(_angles_of_a_narrow_model, nproc=1)
+    expected = 1_000_001 * 1e4 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    assert angles.shape == (3, 1, 1, HEAD_DIM) and angles.dtype == torch.float32 and num_shards > 0
+    assert float(((angles[2, 0, 0, : HEAD_DIM // 2] - expected) / expected).abs().max()) < 1e-6
