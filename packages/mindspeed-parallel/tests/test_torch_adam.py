@@ -113,5 +113,8 @@ def test_it_is_refused_where_another_adam_is_installed(monkeypatch, tmp_path):
 
     (tmp_path / "apex.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="features.torch_adam: apex is installed"), activate({"torch_adam": {}}, CPU):
+    with (
+        pytest.raises(ConfigError, match=r"features\.torch_adam: apex is installed"),
+        activate({"torch_adam": {}}, CPU),
+    ):
         pytest.fail("it was switched on")

@@ -82,7 +82,8 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
         yield groups
     finally:
         parallel_state.destroy_model_parallel()
-        vars(parallel_state).update(before)  # some groups and lists of ranks are left standing by it
+        for name, value in before.items():  # it leaves some groups and lists of ranks standing
+            setattr(parallel_state, name, value)
         initialize_rng_tracker(force_reset=True)  # one that holds no generator
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
