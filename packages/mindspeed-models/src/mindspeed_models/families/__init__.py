@@ -28,7 +28,7 @@ def describe(config: Mapping[str, Any]) -> tuple[Family, Arch]:
     """Family and sizes of a Hugging Face configuration. ModelError for what is not supported, by name."""
     table = families()
     model_type = config.get("model_type")
-    if model_type not in table:
+    if not isinstance(model_type, str) or model_type not in table:
         raise ModelError(
             f"config.json: model_type {model_type!r} is not supported; there are {', '.join(sorted(table))}"
         )

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import ModelError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -15,6 +17,17 @@ class Rope:
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_max_positions: int = 0  # llama3
+
+    def __post_init__(self) -> None:
+        if self.theta <= 0 or self.factor <= 0:
+            raise ModelError(f"rotary embedding: theta {self.theta:g} and factor {self.factor:g} must be above 0")
+        if self.kind == "llama3" and not (
+            0 < self.low_freq_factor < self.high_freq_factor and self.original_max_positions > 0
+        ):
+            raise ModelError(
+                f"rotary embedding: llama3 needs 0 < low_freq_factor ({self.low_freq_factor:g}) < high_freq_factor "
+                f"({self.high_freq_factor:g}) and original_max_position_embeddings ({self.original_max_positions}) above 0"
+            )
 
     def inverse_frequencies(self, dim: int) -> list[float]:
         """Radians a position for each of the ``dim / 2`` pairs."""
@@ -58,6 +71,23 @@ class Arch:
     qk_norm: bool = False  # RMSNorm of every query and key head
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, itself counted; empty: no layer has one
     attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{self.family}: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.family}: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"{self.family}: head_dim {self.head_dim} is odd; the rotary embedding turns pairs")
+        if self.norm_eps <= 0:
+            raise ModelError(f"{self.family}: norm_eps {self.norm_eps} must be above 0")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ModelError(f"{self.family}: {len(self.windows)} sliding windows for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ModelError(f"{self.family}: a sliding window of less than one token in {self.windows}")
 
     @property
     def query_rows(self) -> int:

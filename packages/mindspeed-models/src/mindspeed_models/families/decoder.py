@@ -10,7 +10,7 @@ from .settings import Settings
 def decoder_fields(settings: Settings, family: str) -> dict[str, Any]:
     """The fields of Arch that every Llama-like configuration names alike."""
     heads, hidden = settings.take("num_attention_heads"), settings.take("hidden_size")
-    settings.expect("hidden_act", "silu")
+    settings.expect("hidden_act", "silu", "swish")  # two names of one function
     return {
         "family": family,
         "num_layers": settings.take("num_hidden_layers"),

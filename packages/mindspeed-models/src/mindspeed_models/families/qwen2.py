@@ -8,6 +8,7 @@ from .settings import Settings
 
 def arch(settings: Settings) -> Arch:
     """q, k and v always have a bias, o never."""
+    settings.expect("use_mrope", False)  # DeepSeek-R1-Distill-Qwen spells it out
     return Arch(**decoder_fields(settings, "qwen2"), qkv_bias=True, windows=settings.windows())
 
 

@@ -11,42 +11,19 @@ from typing import Any
 from ..errors import ModelError
 from .arch import Rope
 
-HARMLESS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "auto_map",
-        "attn_implementation",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "initializer_range",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "chunk_size_feed_forward",
-        "is_llama_config",
-        "temperature",
-        "top_p",
-        "top_k",
-        "do_sample",
-        "max_length",
-        "min_length",
-        "unsloth_version",
-        "unsloth_fixed",
-        "transformers.js_config",
-    ]
+# Keys that say nothing about what the layers compute, by what they are for instead.
+_BOOKKEEPING = (
+    *("architectures", "model_type", "transformers_version", "auto_map", "is_llama_config"),
+    *("unsloth_version", "unsloth_fixed", "transformers.js_config"),
 )
+_STORAGE = ("torch_dtype", "dtype")  # the dtype of each tensor is read from its file
+_EXECUTION = ("attn_implementation", "use_cache", "output_attentions", "output_hidden_states", "return_dict")
+_EXECUTION += ("chunk_size_feed_forward",)  # memory only, and not read by decoders
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id")
+_GENERATION = ("temperature", "top_p", "top_k", "do_sample", "max_length", "min_length")
+_OTHER_HEADS = ("id2label", "label2id", "problem_type")  # of classifiers
+_FRESH_WEIGHTS = ("initializer_range",)
+HARMLESS = frozenset(_BOOKKEEPING + _STORAGE + _EXECUTION + _TOKENS + _GENERATION + _OTHER_HEADS + _FRESH_WEIGHTS)
 _ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -55,6 +32,7 @@ class Settings:
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """``raw``: config.json as a mapping. ModelError when its model type is unknown to transformers."""
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,8 +43,9 @@ class Settings:
         kind = CONFIG_MAPPING[self.model_type]
         try:
             self._values = AutoConfig.for_model(**self.raw).to_dict()
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"config.json: not a valid {self.model_type} configuration: {error}") from error
+        except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+            reason = " ".join(str(error.args[0] if error.args else error).split())
+            raise ModelError(f"config.json: not a valid {self.model_type} configuration: {reason}") from error
         self._defaults = kind().to_dict()
         self._read: set[str] = set()
 
@@ -98,10 +77,24 @@ class Settings:
     def rope(self) -> Rope:
         """Rotary embedding, from either spelling. Kinds that are not built here are refused by name."""
         self._read.update(_ROPE_SPELLINGS)
+        spelled = [self.raw[key] for key in ("rope_parameters", "rope_scaling") if self.raw.get(key)]
+        if len(spelled) == 2 and spelled[0] != spelled[1]:
+            raise ModelError("config.json: rope_parameters and rope_scaling contradict one another; keep the right one")
         given = dict(self.take("rope_parameters"))
+        if "rope_theta" not in given:
+            raise ModelError(
+                f"config.json: rope_parameters of its own for each layer type ({', '.join(given)}) are not supported "
+                f"for {self.model_type}"
+            )
         kind = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
-        fields: dict[str, Any] = {"theta": float(given.pop("rope_theta")), "kind": kind}
+        theta = float(given.pop("rope_theta"))
+        if self.raw.get("rope_theta") not in (None, theta):
+            raise ModelError(
+                f"config.json: rope_theta={self.raw['rope_theta']!r} contradicts rope_parameters, which mean {theta:g}; "
+                "keep the one that is right"
+            )
+        fields: dict[str, Any] = {"theta": theta, "kind": kind}
         if kind not in ("default", "linear", "llama3"):
             raise ModelError(
                 f"config.json: rope_type {kind!r} is not supported for {self.model_type}; use default, linear or llama3"
@@ -123,6 +116,11 @@ class Settings:
         kinds = self.take("layer_types")
         self.harmless("use_sliding_window", "max_window_layers")  # transformers has put them into layer_types
         window = self.take_or("sliding_window", None)
+        if window is None and "sliding_attention" in kinds:
+            raise ModelError(
+                "config.json: layer_types has sliding_attention, but there is no sliding_window in force "
+                "(use_sliding_window may be false)"
+            )
         found = []
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
@@ -132,6 +130,11 @@ class Settings:
 
     def finish(self) -> None:
         """ModelError for the first key that nobody read, that is not harmless, and that is not at its default."""
+        if self.raw.get("quantization_config"):
+            raise ModelError(
+                "config.json: quantization_config says that the weights are quantised; dequantise them with "
+                "transformers and save the model again"
+            )
         for key, value in self.raw.items():
             if key in self._read or key in HARMLESS or key.startswith("_") or self._defaults.get(key, _ABSENT) == value:
                 continue

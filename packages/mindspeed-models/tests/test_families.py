@@ -1,0 +1,197 @@
+"""Families: what transformers means by a configuration, or a refusal that names the key."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from mindspeed_models.errors import ModelError
+from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
+from mindspeed_models.families.settings import HARMLESS
+from mindspeed_models.testing import TINY, tiny_config, tiny_model
+
+BASE = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _arch(**changes):
+    return describe({**BASE, "model_type": "llama", **changes})[1]
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_the_description_is_what_transformers_builds(name):
+    """Every size and switch is read off the modules of a real model, not off its configuration."""
+    model = tiny_model(name)
+    family, arch = describe(json.loads(model.config.to_json_string()))
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    assert family.name == model.config.model_type == arch.family
+    assert (arch.vocab, arch.hidden) == tuple(model.model.embed_tokens.weight.shape)
+    assert arch.num_layers == len(model.model.layers)
+    assert arch.query_rows == attention.q_proj.out_features == attention.o_proj.in_features
+    assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
+    assert arch.head_dim == attention.head_dim
+    assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
+    assert arch.ffn == mlp.gate_proj.out_features
+    assert {arch.qkv_bias} == {getattr(attention, f"{which}_proj").bias is not None for which in "qkv"}
+    assert arch.o_bias == (attention.o_proj.bias is not None)
+    assert {arch.mlp_bias} == {getattr(mlp, f"{which}_proj").bias is not None for which in ("gate", "up", "down")}
+    assert arch.qk_norm == hasattr(attention, "q_norm")
+    assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert arch.norm_eps == model.model.norm.variance_epsilon
+    windows = arch.windows or (None,) * arch.num_layers
+    everywhere = model.config.sliding_window if family.name == "mistral" else None  # kept by the mask, not by the layer
+    assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "theta"),
+    [
+        ({}, 1e4),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, 5e5),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5),
+        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, 5e5),
+    ],
+)
+def test_every_spelling_of_the_rotary_embedding_gives_the_frequencies_of_transformers(spelling, theta):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = {**BASE, "model_type": "llama", **spelling}
+    rope = describe(raw)[1].rope
+    assert rope.theta == theta
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).model.rotary_emb
+    assert theirs.attention_scaling == 1.0
+    ours = torch.tensor(rope.inverse_frequencies(16), dtype=torch.float64)
+    torch.testing.assert_close(ours, theirs.inv_freq.double(), rtol=1e-6, atol=0)
+
+
+def test_frequencies_are_exact_in_double_precision():
+    frequencies = Rope(theta=5e5).inverse_frequencies(128)
+    assert frequencies == [math.pow(5e5, -pair / 64) for pair in range(64)]
+    single = torch.tensor(5e5) ** -(torch.arange(64) / 64)  # what single precision would give
+    assert max(abs(a / b - 1) for a, b in zip(frequencies, single.tolist(), strict=True)) > 1e-8
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys .* 'rope_type'='llama3'"),
+        ({"rope_scaling": {**LLAMA3, "attention_factor": 2.0}}, "rope_parameters.attention_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta=1000000.0 contra"),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_scaling contradict"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"sliding_window": 8}, "sliding_window=8"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types="),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config says"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope=True"),
+        ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_maths_and_is_not_built_is_refused_by_name(changes, key):
+    with pytest.raises(ModelError, match=key):
+        _arch(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_key_value_heads": 3}, "4 query heads do not divide into 3 kv heads"),
+        ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"vocab_size": -1}, "vocab is -1"),
+        ({"rms_norm_eps": 0.0}, "norm_eps 0.0 must be above 0"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"model_type": "qwen3", "head_dim": None}, "head_dim"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings"),
+        ({"model_type": "mistral", "sliding_window": 0}, "less than one token"),
+        ({"rope_theta": -1.0}, "theta -1"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(changes, text):
+    with pytest.raises(ModelError, match=text) as caught:
+        _arch(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_absent_and_null_mean_what_the_class_means_by_them():
+    assert _arch(num_key_value_heads=None).num_kv_heads == 4
+    assert _arch(model_type="mistral").windows == (4096, 4096)
+    assert _arch(model_type="mistral", sliding_window=None).windows == ()
+    assert _arch(model_type="mistral", head_dim=None).head_dim == 16
+    assert _arch(model_type="qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1).windows == ()
+    assert _arch(hidden_act="swish") == _arch()
+
+
+def test_keys_that_say_nothing_about_the_layers_change_nothing():
+    odd = {key: 1 for key in HARMLESS if key.endswith("_token_id")} | {
+        "temperature": 0.3,
+        "use_cache": False,
+        "torch_dtype": "float16",
+        "unsloth_fixed": True,
+        "is_llama_config": True,
+        "transformers.js_config": {"dtype": "q4"},
+        "_name_or_path": "somewhere",
+        "initializer_range": 0.7,
+    }
+    assert _arch(**odd) == _arch()
+    assert _arch(model_type="qwen2", use_mrope=False) == _arch(model_type="qwen2")
+
+
+def test_a_description_with_a_window_too_few_cannot_be_made():
+    arch = _arch()
+    assert isinstance(arch, Arch)
+    with pytest.raises(ModelError, match="1 sliding windows for 2 layers"):
+        replace(arch, windows=(8,))
+
+
+def test_each_model_type_has_one_family():
+    claimed = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert sorted(claimed) == sorted(set(claimed)) == sorted(families())
+
+
+def test_a_plug_in_adds_a_family(tmp_path, monkeypatch):
+    config = {**json.loads(tiny_config("llama").to_json_string()), "model_type": "seed_oss", "head_dim": 16}
+    with pytest.raises(ModelError, match="model_type 'seed_oss' is not supported"):
+        describe(config)
+    (tmp_path / "plug.py").write_text(
+        "import dataclasses\n"
+        "from mindspeed_models.families.llama import LLAMA\n"
+        "FAMILY = dataclasses.replace(LLAMA, name='seed', model_types=('seed_oss',))\n"
+    )
+    (tmp_path / "plug-1.dist-info").mkdir()
+    (tmp_path / "plug-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")
+    (tmp_path / "plug-1.dist-info" / "entry_points.txt").write_text("[mindspeed.families]\nseed = plug:FAMILY\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "seed_oss" in families()
+    assert sorted(set(families()) - {"seed_oss"}) == ["llama", "mistral", "qwen2", "qwen3"]
