@@ -28,7 +28,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 }
 
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "types", "ranges", "tests"]
+nox.options.sessions = ["lint", "types", "ranges", "patches", "tests"]
 nox.options.error_on_missing_interpreters = True
 
 
@@ -110,6 +110,64 @@ def quick(session: nox.Session) -> None:
     """The tests that need neither a real model nor long: under four minutes."""
     sync(session)
     run(session, "pytest", "-m", "not npu and not slow", *(session.posargs or ["tests", "packages"]))
+
+
+@nox.session
+def patches(session: nox.Session) -> None:
+    """Every patch fits the installed megatron-core, and docs/patches.md shows them as they are."""
+    sync(session)
+    run(
+        session,
+        "python",
+        "-W",
+        "ignore",
+        "-m",
+        "mindspeed_parallel.megatron.features.ledger",
+        "docs/patches.md",
+        "--check",
+    )
+
+
+@nox.session(venv_backend="uv", python="3.11")
+@nox.parametrize("package", sorted(PROJECTS))
+def isolated(session: nox.Session, package: str) -> None:
+    """One package's tests against the wheels of it and what it declares, alone in a fresh environment."""
+    wheels = Path(session.create_tmp()) / package
+    shutil.rmtree(wheels, ignore_errors=True)
+    names = closure(package)
+    for name in names:
+        session.run(UV, "build", "-q", "--wheel", "--no-sources", "--package", name, "-o", str(wheels), external=True)
+    extras = PROJECTS[package].get("tool", {}).get("mindspeed", {}).get("test-extras", [])
+    found = {name: next(wheels.glob(f"{name.replace('-', '_')}-*.whl")) for name in names}
+    wanted = [
+        f"{path}[{','.join(extras)}]" if name == package and extras else str(path) for name, path in found.items()
+    ]
+    groups = PROJECTS[package].get("dependency-groups", {}).get("test", [])
+    overrides = Path(session.create_tmp()) / "overrides.txt"
+    overrides.write_text("llm ; sys_platform == 'never'\nllama-cpp-python ; sys_platform == 'never'\n")
+    constraints = ("-c", str(ROOT / "constraints.txt"), "--overrides", str(overrides))
+    session.install(*wanted, "pytest", "pytest-timeout", *groups, *constraints)
+    tests = f"packages/{package}/tests"
+    session.run("pytest", "-q", "-m", "not slow", "-c", "pyproject.toml", tests, *session.posargs, env=ENVIRONMENT)
+
+
+def closure(package: str) -> list[str]:
+    """The package and every workspace package that it needs, the extras of its tests included."""
+    found: list[str] = []
+    waiting = [package]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            waiting += [sibling for sibling, _ in siblings(PROJECTS[name])]
+    return found
+
+
+@nox.session
+def proofs(session: nox.Session) -> None:
+    """The long sweeps: layouts and resume of a real model, resume through ten kills, the quickstart."""
+    sync(session)
+    run(session, "pytest", "-m", "slow", *(session.posargs or ["tests", "packages"]))
 
 
 @nox.session
