@@ -245,3 +245,10 @@ def test_print_config_and_features_and_plan_are_shown(made):
     assert "device:" in features and "torch.cuda:current_device" in features
     plan = json.loads(run("mindspeed-train", "plan", "recipe.yaml", "--nproc", "2", "--json", cwd=made).stdout)
     assert len(plan["ranks"]) == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_recipe_that_fits_two_processes(path):
+    from mindspeed_runtime.config import check_recipe, load_recipe
+
+    check_recipe(load_recipe(path).recipe, 2)
