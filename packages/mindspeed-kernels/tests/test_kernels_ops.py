@@ -2,13 +2,19 @@
 
 import logging
 import re
+import sys
+import types
+from dataclasses import FrozenInstanceError
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from mindspeed_kernels import bundle
 from mindspeed_kernels.bundle import Kernels, OpError
 from mindspeed_kernels.device import Device, DeviceError, detect, open_device
 from mindspeed_kernels.ops.attention import attention, sdpa, visible
 from mindspeed_kernels.ops.norm import rms_norm
+from mindspeed_kernels.ops.table import Implementation
 from mindspeed_kernels.reference import fp64
 from torch.nn import functional
 
@@ -94,6 +100,46 @@ def test_auto_says_what_it_chose(caplog):
     assert kernels.chosen["attention"] == "sdpa" and kernels.attention is sdpa
     assert "attention=sdpa" in caplog.text
     assert Kernels.for_device(CPU, {"attention": "reference"}).attention is attention
+
+
+def _plug(monkeypatch, name, implementation):
+    monkeypatch.setitem(sys.modules, "plugged_kernel", types.SimpleNamespace(FAST=implementation))
+    point = EntryPoint(name=name, value="plugged_kernel:FAST", group="mindspeed.kernels")
+    monkeypatch.setattr(bundle, "entry_points", lambda group: [point] if group == point.group else [])
+
+
+def _doubled(x, weight, eps):
+    return 2 * rms_norm(x, weight, eps)
+
+
+def test_another_distribution_brings_an_implementation_that_is_taken_by_name(monkeypatch):
+    _plug(monkeypatch, "rms_norm.doubled", Implementation(load=lambda: _doubled, kinds=("cpu",), auto=False))
+    assert Kernels.for_device(CPU).rms_norm is rms_norm
+    kernels = Kernels.for_device(CPU, {"rms_norm": "doubled"})
+    assert kernels.rms_norm is _doubled and kernels.chosen["rms_norm"] == "doubled"
+    with pytest.raises(OpError, match=r"kernels\.rms_norm: no 'doubled' implementation for cuda; here: reference"):
+        Kernels.for_device(Device(kind="cuda"), {"rms_norm": "doubled"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("attention.sdpa", "attention has 'sdpa' already; rename it"),
+        ("rms_norm.reference", "rms_norm has 'reference' already"),
+        ("rms_norm", "rms_norm has '' already"),
+        ("rms_nrom.fast", "no operator rms_nrom; name it operator.implementation, with one of attention, rms_norm"),
+    ],
+)
+def test_an_implementation_under_a_name_that_is_taken_or_means_nothing_is_refused(monkeypatch, name, text):
+    _plug(monkeypatch, name, Implementation(load=lambda: _doubled, kinds=("cpu",)))
+    with pytest.raises(OpError, match=re.escape(text)):
+        Kernels.for_device(CPU)
+
+
+def test_a_bundle_cannot_be_changed():
+    kernels = Kernels.for_device(CPU)
+    with pytest.raises(FrozenInstanceError):
+        kernels.rms_norm = _doubled
 
 
 def test_a_device_that_is_absent_is_refused_by_name():

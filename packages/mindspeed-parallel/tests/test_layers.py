@@ -10,11 +10,11 @@ from tiny_training import (
     NUM_TOKENS,
     WINDOWS,
     PackedDocuments,
+    Rotary,
     batches,
     chunks_for,
     config_for,
     opened,
-    shards,
 )
 from torch.nn import functional
 
@@ -141,18 +141,24 @@ def test_a_rank_that_holds_nothing_but_padding_adds_nothing(pool):
         torch.testing.assert_close(losses[trained], expected, rtol=1e-12, atol=1e-12)
 
 
-def _angles_of_a_narrow_model(rank):
+def _turns_of_a_narrow_model(rank):
     with opened(rank, "tp1", reference=False) as groups:
         config = config_for(groups, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True)
         (chunk,) = chunks_for(groups, config)
         chunk.bfloat16()
-        positions = torch.tensor([[0, 1, 1_000_001]])
-        with chunk.rotary_pos_emb.at(positions):
-            return chunk.rotary_pos_emb(), sum(1 for _ in shards([chunk], groups))
+        return chunk.rotary_pos_emb.turns(torch.tensor([[0, 1, 50_001]]), torch.float32)
 
 
 def test_angles_keep_their_precision_in_a_narrow_model(pool):
-    ((angles, num_shards),) = pool.run(_angles_of_a_narrow_model, nproc=1)
-    expected = 1_000_001 * 1e4 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-    assert angles.shape == (3, 1, 1, HEAD_DIM) and angles.dtype == torch.float32 and num_shards > 0
-    assert float(((angles[2, 0, 0, : HEAD_DIM // 2] - expected) / expected).abs().max()) < 1e-6
+    ((cos, sin),) = pool.run(_turns_of_a_narrow_model, nproc=1)
+    angles = 50_001 * 1e4 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    assert cos.shape == sin.shape == (1, 3, 1, HEAD_DIM)
+    for found, expected in ((cos, angles.cos()), (sin, angles.sin())):
+        assert float((found[0, 2, 0].double() - torch.cat((expected, expected))).abs().max()) < 5e-3
+
+
+def test_an_attention_factor_scales_what_is_rotated():
+    frequencies, positions = torch.tensor([1.0, 0.1]), torch.tensor([[0, 7]])
+    plain = Rotary(frequencies).turns(positions, torch.float64)
+    scaled = Rotary(frequencies, attention_factor=1.25).turns(positions, torch.float64)
+    assert all(torch.allclose(1.25 * one, other) for one, other in zip(plain, scaled, strict=True))

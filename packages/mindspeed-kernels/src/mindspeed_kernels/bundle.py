@@ -42,7 +42,11 @@ class Kernels:
         choices = dict(choices or {})
         if unknown := sorted(set(choices) - set(OPERATORS)):
             raise OpError(f"kernels.{unknown[0]}: no such operator; there are {', '.join(sorted(OPERATORS))}")
-        found = {name: _resolve(operator, device, choices.get(name, "auto")) for name, operator in OPERATORS.items()}
+        plugged = _plugged_in()
+        found = {
+            name: _resolve(operator, {**operator.faster, **plugged[name]}, device, choices.get(name, "auto"))
+            for name, operator in OPERATORS.items()
+        }
         chosen = {name: choice for name, (choice, _) in found.items()}
         _log.info("kernels on %s: %s", device.kind, ", ".join(f"{name}={choice}" for name, choice in chosen.items()))
         return cls(**{name: function for name, (_, function) in found.items()}, chosen=chosen)
@@ -51,29 +55,43 @@ class Kernels:
     def reference(cls) -> "Kernels":
         """The definitions themselves."""
         names = {item.name for item in fields(cls)} - {"chosen"}
-        return cls(**{name: OPERATORS[name].reference for name in names}, chosen=dict.fromkeys(names, "reference"))
+        return cls(
+            **{name: OPERATORS[name].reference for name in names},
+            chosen=dict.fromkeys(names, "reference"),
+        )
 
 
-def _resolve(operator: Operator, device: Device, choice: str) -> tuple[str, Callable[..., Any]]:
-    table = {**operator.faster, **_plugged_in(operator.name)}
+def _resolve(
+    operator: Operator, table: Mapping[str, Implementation], device: Device, choice: str
+) -> tuple[str, Callable[..., Any]]:
+    here = [name for name, implementation in table.items() if implementation.supports(device)]
+    if choice == "auto":
+        choice = next((name for name in here if table[name].auto), "reference")
     if choice == "reference":
         return choice, operator.reference
-    if choice == "auto":
-        for name, implementation in table.items():
-            if implementation.auto and implementation.supports(device):
-                return name, implementation.load()
-        return "reference", operator.reference
-    if choice in table and table[choice].supports(device):
+    if choice not in here:
+        names = ", ".join(["reference", *here])
+        raise OpError(f"kernels.{operator.name}: no {choice!r} implementation for {device.kind}; here: {names}")
+    try:
         return choice, table[choice].load()
-    here = ["reference", *(name for name, implementation in table.items() if implementation.supports(device))]
-    raise OpError(f"kernels.{operator.name}: no {choice!r} implementation for {device.kind}; here: {', '.join(here)}")
+    except ImportError as error:
+        raise OpError(
+            f"kernels.{operator.name}: the {choice!r} implementation cannot be loaded: {error}; install what it needs, "
+            "or name another"
+        ) from error
 
 
-def _plugged_in(name: str) -> dict[str, Implementation]:
-    """Implementations that other distributions bring: entry points ``operator.implementation``."""
-    found = {}
+def _plugged_in() -> dict[str, dict[str, Implementation]]:
+    """Implementations that other distributions bring, by operator: entry points ``operator.implementation``."""
+    found: dict[str, dict[str, Implementation]] = {name: {} for name in OPERATORS}
     for point in entry_points(group="mindspeed.kernels"):
-        operator, _, implementation = point.name.partition(".")
-        if operator == name:
-            found[implementation] = point.load()
+        operator, _, name = point.name.partition(".")
+        if operator not in OPERATORS:
+            raise OpError(
+                f"entry point {point.name} = {point.value}: no operator {operator}; name it operator.implementation, "
+                f"with one of {', '.join(sorted(OPERATORS))}"
+            )
+        if name in ("", "auto", "reference", *OPERATORS[operator].faster, *found[operator]):
+            raise OpError(f"entry point {point.name} = {point.value}: {operator} has {name!r} already; rename it")
+        found[operator][name] = point.load()
     return found

@@ -27,6 +27,8 @@ class _Double(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if torch.get_default_dtype() is not torch.float64:
+            torch.set_default_dtype(torch.float64)  # libraries set it while they build a model in a dtype
         if func in _CASTS:
             return args[0].double()
         args = tuple(_WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)

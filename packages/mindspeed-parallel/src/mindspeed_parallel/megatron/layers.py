@@ -4,7 +4,6 @@ Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D h
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,14 @@ class DecoderConfig(TransformerConfig):
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Which tokens belong together, in the form in which megatron-core passes such things to attention.
+    """What attention must know of each token, in the form in which megatron-core hands such things to it.
 
     ``documents`` (B, S): attention stays inside equal numbers. None: causal attention is enough.
+    ``turns``: cosines and sines (B, S, 1, D) of the rotary angles; the decoder adds them.
     """
 
     documents: Tensor | None = None
+    turns: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, documents: Tensor | None, length: int) -> "PackedDocuments | None":
@@ -72,7 +73,10 @@ class Norm(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention of this rank's heads through the chosen kernel."""
+    """Rotary embedding and softmax attention of this rank's heads through the chosen kernels.
+
+    megatron-core rotates by a function of its own that no spec reaches, so the decoder gives it no angles.
+    """
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.kernels is not None
-        self.kernel = config.kernels.attention
+        self.kernel, self.rotary = config.kernels.attention, config.kernels.rotary
         self.window = config.windows[layer_number - 1] if config.windows else None
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -105,11 +109,13 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """query (S, B, H, D); key, value (S, B, K, D) -> (S, B, H * D)."""
         assert attention_mask is None and attention_bias is None
-        documents = packed_seq_params.documents if isinstance(packed_seq_params, PackedDocuments) else None
+        assert isinstance(packed_seq_params, PackedDocuments) and packed_seq_params.turns is not None
+        documents, turns = packed_seq_params.documents, packed_seq_params.turns
         dropout = self.dropout if self.training else 0.0
         # Each tensor rank drops other elements: its heads are its own.
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        q, k = self.rotary(q, *turns), self.rotary(k, *turns)
         with fork:
             out = self.kernel(q, k, v, documents=documents, window=self.window, scale=self.scale, dropout=dropout)
         return out.transpose(0, 1).flatten(2)
@@ -190,35 +196,29 @@ def _biased(linear: type, has_bias: bool) -> type:
 class Rotary(nn.Module):
     """Rotary angles from given inverse frequencies, at given positions.
 
-    Stands where GPTModel keeps its own. Half-split rotary (Su et al., 2021, in the layout of GPT-NeoX).
+    Half-split rotary (Su et al., 2021, in the layout of GPT-NeoX). Stands where GPTModel keeps its own.
     """
 
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        """inverse_frequencies (D / 2,)."""
+    def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
+        """inverse_frequencies (D / 2,). ``attention_factor`` scales what is rotated, as YaRN does."""
         super().__init__()
         # Not a buffer: those are cast with the model, and angles in bfloat16 are wrong from a few hundred tokens on.
         self.inverse_frequencies = inverse_frequencies
-        self._positions: Tensor | None = None
+        self.attention_factor = attention_factor
 
-    @contextlib.contextmanager
-    def at(self, positions: Tensor) -> Iterator[None]:
-        """Use ``positions`` (B, S) for the forward passes inside."""
-        self._positions = positions
-        try:
-            yield
-        finally:
-            self._positions = None
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, S, 1, D) in ``dtype`` of the angles at ``positions`` (B, S), which are in float32."""
+        angles = positions[..., None, None] * self.inverse_frequencies.to(positions.device)  # (B, S, 1, D / 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         """GPTModel asks; positions say it already."""
         return 0
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Angles (S, B, 1, D), in float32 whatever the model's dtype."""
-        assert self._positions is not None
-        frequencies = self.inverse_frequencies.to(self._positions.device)
-        angles = self._positions.t()[..., None, None] * frequencies  # (S, B, 1, D / 2)
-        return torch.cat((angles, angles), dim=-1)
+    def forward(self, *_: Any, **__: Any) -> None:
+        """No angles for megatron-core to rotate by: attention does."""
+        return
 
 
 class Decoder(GPTModel):
@@ -228,9 +228,25 @@ class Decoder(GPTModel):
         """Take the angles from ``rotary``."""
         self.rotary_pos_emb = rotary
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self.rotary_pos_emb.at(position_ids):
-            return super()._preprocess(input_ids, position_ids, *args, **kwargs)
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedDocuments | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Losses (B, S) when ``labels`` are given, else logits (B, S, V of this rank).
+
+        input_ids, position_ids (B, S). Stages of a pipeline other than the last return hidden states.
+        """
+        packed = PackedDocuments(
+            qkv_format="sbhd",
+            documents=None if packed_seq_params is None else packed_seq_params.documents,
+            turns=self.rotary_pos_emb.turns(position_ids, self.config.params_dtype),
+        )
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed, **options)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token.   labels (B, S), logits (S, B, V of this rank) -> (B, S)."""
