@@ -173,7 +173,7 @@ def test_norm_activation_and_rotary_mean_on_an_npu_what_they_mean_by_definition(
     ],
 )
 def test_a_call_that_the_real_schema_does_not_know_is_refused(library, call):
-    with pytest.raises(RuntimeError, match=r"[Uu]nknown keyword argument"):
+    with pytest.raises(RuntimeError, match=r"(?i)unknown keyword argument"):
         call(torch.ops.npu, _random(2, 13, 6, 8))
 
 

@@ -232,8 +232,8 @@ class Decoder(GPTModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
+        attention_mask: Any = None,
+        *arguments: Any,
         packed_seq_params: PackedDocuments | None = None,
         **options: Any,
     ) -> Tensor:
@@ -246,7 +246,7 @@ class Decoder(GPTModel):
             documents=None if packed_seq_params is None else packed_seq_params.documents,
             turns=self.rotary_pos_emb.turns(position_ids, self.config.params_dtype),
         )
-        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed, **options)
+        return super().forward(input_ids, position_ids, attention_mask, *arguments, packed_seq_params=packed, **options)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token.   labels (B, S), logits (S, B, V of this rank) -> (B, S)."""
