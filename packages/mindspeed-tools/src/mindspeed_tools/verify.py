@@ -7,7 +7,7 @@ compared module by module, and the first that differs is named.
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,13 +133,19 @@ def _allows(arch: Arch, layout: Layout) -> str | None:
 
 
 def _differing_keys(source: Source, against: Path) -> tuple[str, ...]:
-    theirs, ours = dict(source.config), dict(read_config(against))
-    # A GGUF file and the configuration that transformers saves for it spell defaults out differently.
+    theirs, ours = _understood(source.config), _understood(read_config(against))
     return tuple(
         f"{key}: {_shown(theirs, key)} in the model, {_shown(ours, key)} in the checkpoint"
         for key in sorted(set(theirs) | set(ours))
         if key not in _HARMLESS and not key.startswith("_") and theirs.get(key) != ours.get(key)
     )
+
+
+def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key as transformers understands it: a default that is spelled out is the default."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**config).to_dict()
 
 
 def _shown(config: dict[str, Any], key: str) -> str:
