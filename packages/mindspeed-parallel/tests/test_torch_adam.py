@@ -1,6 +1,7 @@
 """megatron-core's optimizer checkpoints with PyTorch's Adam: right with the feature, refused or wrong without."""
 
 import contextlib
+import importlib.util
 
 import pytest
 from megatron.core import dist_checkpointing
@@ -11,6 +12,7 @@ from mindspeed_parallel.megatron import groups as megatron_groups
 from mindspeed_parallel.megatron.features import activate
 from mindspeed_parallel.megatron.features.ledger import patches_of
 from mindspeed_parallel.megatron.features.torch_adam import TORCH_ADAM
+from mindspeed_runtime.config import ConfigError
 from mindspeed_runtime.launch import Rank, world
 from mindspeed_runtime.patch import applied
 from tiny_training import batches, chunks_for, config_for, gradients_of, optimizer_for, shards, wrapped_for
@@ -108,9 +110,14 @@ def test_stock_megatron_resumes_with_one_counter_for_all_without_an_error(groups
     assert _difference(_resumed(groups, folder, _without(".load_state_dict")), expected) > 1e-5
 
 
-def test_it_is_refused_where_another_adam_is_installed(monkeypatch, tmp_path):
-    from mindspeed_runtime.config import ConfigError
+def test_it_is_refused_where_saving_would_wait_for_ever(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "psutil" else found(name))
+    with pytest.raises(ConfigError, match="pip install psutil"), activate({"torch_adam": {}}, CPU):
+        pytest.fail("it was switched on")
 
+
+def test_it_is_refused_where_another_adam_is_installed(monkeypatch, tmp_path):
     (tmp_path / "apex.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with (

@@ -66,6 +66,11 @@ def _check(_: Any) -> None:
             raise ConfigError(
                 f"features.torch_adam: {name} is installed and brings its own Adam; leave the feature out"
             )
+    if importlib.util.find_spec("psutil") is None:
+        # Its writer process fails where psutil is absent, and the one that waits for it is not told.
+        raise ConfigError(
+            "features.torch_adam: without psutil megatron-core waits for ever when it saves; pip install psutil"
+        )
 
 
 TORCH_ADAM = Feature(
