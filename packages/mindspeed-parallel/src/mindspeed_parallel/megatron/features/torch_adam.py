@@ -5,7 +5,8 @@ like the second when it loads: a fresh optimizer is refused, the counter is look
 tensor becomes the counter of every parameter, so that one step advances it by their number: the run goes on from there
 with wrong moments, without an error.
 
-The trainer of this project stores optimizer state itself and does not need this. It is for code that calls
+The trainer of this project stores optimizer state itself and does not need this; nor does it call megatron-core's
+writer, which forks, and waits for ever where psutil is not installed. It is for code that calls
 ``sharded_state_dict`` and ``load_state_dict`` of megatron-core's optimizer. No field or spec reaches inside these
 methods, and megatron-core makes the optimizer by its own class, which a subclass does not replace.
 """
@@ -66,11 +67,6 @@ def _check(_: Any) -> None:
             raise ConfigError(
                 f"features.torch_adam: {name} is installed and brings its own Adam; leave the feature out"
             )
-    if importlib.util.find_spec("psutil") is None:
-        # Its writer process fails where psutil is absent, and the one that waits for it is not told.
-        raise ConfigError(
-            "features.torch_adam: without psutil megatron-core waits for ever when it saves; pip install psutil"
-        )
 
 
 TORCH_ADAM = Feature(
