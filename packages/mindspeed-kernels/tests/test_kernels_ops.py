@@ -166,3 +166,19 @@ def test_process_memory_is_measured():
     after = CPU.memory()
     assert 100e6 < after.allocated - before.allocated < 140e6 and after.peak >= after.allocated > 0
     assert held.numel() and after.total > after.peak
+
+
+def test_rms_norm_rounds_before_it_meets_the_weight_as_llama_does():
+    x, weight = (torch.randn(n, generator=torch.Generator().manual_seed(1)).bfloat16() for n in ((64, 48), (48,)))
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(rms_norm(x, weight, 1e-5), weight * normed.bfloat16())
+    assert not torch.equal(rms_norm(x, weight, 1e-5), (weight.float() * normed).bfloat16())
+
+
+def test_on_cuda_attention_is_the_fused_one_and_is_named():
+    assert Kernels.for_device(Device(kind="cuda")).chosen == {
+        "rms_norm": "reference",
+        "attention": "sdpa",
+        "swiglu": "reference",
+        "rotary": "reference",
+    }

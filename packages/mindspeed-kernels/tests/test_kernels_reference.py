@@ -81,3 +81,10 @@ def test_an_error_inside_restores_everything():
         raise KeyError
     assert (torch.get_default_dtype(), torch._dynamo.config.disable, torch.autograd._engine_run_backward) == before
     assert torch.zeros(1).float().dtype == torch.float32
+
+
+def test_a_library_that_narrows_the_default_while_it_builds_a_model_builds_in_double():
+    with fp64():
+        torch.set_default_dtype(torch.bfloat16)
+        assert nn.Linear(2, 2).weight.dtype == torch.tensor([1.5]).dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32

@@ -180,10 +180,10 @@ def test_the_router_multiplies_without_transformer_engine():
 
 
 def test_what_is_on_follows_from_the_device_and_what_was_asked():
-    assert [feature.name for feature, _ in resolve({}, CPU)] == ["device", "no_transformer_engine"]
-    assert [feature.name for feature, _ in resolve({}, Device(kind="cuda"))] == ["no_transformer_engine"]
+    assert [feature.name for feature, _ in resolve({}, CPU)] == ["device", "router"]
+    assert [feature.name for feature, _ in resolve({}, Device(kind="cuda"))] == ["router"]
     asked = resolve({"torch_adam": {}}, Device(kind="cuda"))
-    assert [feature.name for feature, _ in asked] == ["no_transformer_engine", "torch_adam"]
+    assert [feature.name for feature, _ in asked] == ["router", "torch_adam"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

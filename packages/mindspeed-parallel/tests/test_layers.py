@@ -32,7 +32,7 @@ def _forward(rank, layout="tp1"):
         with torch.no_grad():
             logits = chunk(tokens, positions, None, packed_seq_params=packed)
             losses = chunk(tokens, positions, None, labels=labels, packed_seq_params=packed)
-        weights = {name: value.clone() for name, value in chunk.named_parameters()}
+        weights = {name: value.detach().clone() for name, value in chunk.named_parameters()}
         return weights, logits, losses
 
 

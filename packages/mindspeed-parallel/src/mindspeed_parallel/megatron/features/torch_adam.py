@@ -5,7 +5,8 @@ like the second when it loads: a fresh optimizer is refused, the counter is look
 tensor becomes the counter of every parameter, so that one step advances it by their number: the run goes on from there
 with wrong moments, without an error.
 
-The trainer of this project stores optimizer state itself and does not need this. It is for code that calls
+The trainer of this project stores optimizer state itself and does not need this; nor does it call megatron-core's
+writer, which forks, and waits for ever where psutil is not installed. It is for code that calls
 ``sharded_state_dict`` and ``load_state_dict`` of megatron-core's optimizer. No field or spec reaches inside these
 methods, and megatron-core makes the optimizer by its own class, which a subclass does not replace.
 """

@@ -9,8 +9,8 @@ import importlib.util
 
 from mindspeed_runtime.patch import Feature, Patch
 
-NO_TRANSFORMER_ENGINE = Feature(
-    name="no_transformer_engine",
+ROUTER = Feature(
+    name="router",
     why="experts are routed where Transformer Engine is not installed",
     resort="the name is missing from a module; nothing but defining it there helps",
     patches=lambda _: [
