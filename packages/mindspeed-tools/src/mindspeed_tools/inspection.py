@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_models.weights.convert import num_parameters
-from mindspeed_models.weights.source import CheckpointSource, GGUFSource, open_source
+from mindspeed_models.weights.gguf import GGUFSource
+from mindspeed_models.weights.source import CheckpointSource, open_source
 from mindspeed_runtime.rundir import read_manifest
 
 
