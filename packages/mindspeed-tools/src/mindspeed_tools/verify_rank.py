@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mindspeed_kernels.reference import fp64, untouched
-from mindspeed_models.weights.source import GGUFSource, open_source
+from mindspeed_models.weights.gguf import GGUFSource
+from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import Layout
 from mindspeed_runtime.data.batch import Batch
 from mindspeed_runtime.launch import Rank

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from mindspeed_runtime.rundir import new_folder, write_manifest
 from torch import Tensor
 
+from .ledger import Ledger
 from .safetensors_files import DTYPES, Planned, write_folder
 from .shards import Piece, save_pieces
 from .source import Source
@@ -25,8 +27,10 @@ def to_megatron(source: Source, out: Path, *, force: bool = False, progress: Pro
         for name in ("model", "hf"):
             (folder / name).mkdir()
         source.copy_description(folder / "hf")
-        save_pieces(folder / "model", [_piece(source, name, progress) for name in source.rules])
-        write_manifest(folder, "weights", family=source.family.name, parameters=num_parameters(source))
+        ledger = Ledger(source.shapes(), {name: rule.shape for name, rule in source.rules.items()})
+        save_pieces(folder / "model", [_piece(source, name, ledger, progress) for name in source.rules])
+        facts = {"family": source.family.name, "parameters": num_parameters(source), **asdict(ledger.close())}
+        write_manifest(folder, "weights", **facts)
 
 
 def to_hf(
@@ -42,7 +46,9 @@ def to_hf(
         for number, name in enumerate(rule.hf)
     ]
     with new_folder(out, force=force) as folder:
-        write_folder(folder, planned, _unpacked(source, progress), max_shard=max_shard)
+        ledger = Ledger(source.shapes(), {plan.name: plan.shape for plan in planned})
+        write_folder(folder, planned, _unpacked(source, ledger, progress), max_shard=max_shard)
+        ledger.close()
         source.copy_description(folder)
         _state_dtype(folder / "config.json", planned)
 
@@ -52,11 +58,12 @@ def num_parameters(source: Source) -> int:
     return sum(torch.Size(rule.shape).numel() for rule in source.rules.values())
 
 
-def _piece(source: Source, name: str, progress: Progress | None) -> Piece:
+def _piece(source: Source, name: str, ledger: Ledger, progress: Progress | None) -> Piece:
     box, dtype = source.whole(name), source.dtype(name)
 
     def fill() -> Tensor:
-        tensor = source.read(box)
+        tensor = source.read(box, ledger=ledger)
+        ledger.written(name, tuple(tensor.shape))
         if progress is not None:
             progress(name, tensor.nbytes)
         return tensor
@@ -64,12 +71,16 @@ def _piece(source: Source, name: str, progress: Progress | None) -> Piece:
     return Piece(box=box, dtype=dtype, fill=fill)
 
 
-def _unpacked(source: Source, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+def _unpacked(source: Source, ledger: Ledger, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
     for name, rule in source.rules.items():
-        whole = source.read(source.whole(name))
-        yield from zip(rule.hf, rule.unpack(whole), strict=True)
+        parts = rule.unpack(source.read(source.whole(name), ledger=ledger))
+        size = sum(part.nbytes for part in parts)
+        for hf in rule.hf:
+            shape = tuple(parts[0].shape)
+            yield hf, parts.pop(0)
+            ledger.written(hf, shape)  # the writer has come back for the next one
         if progress is not None:
-            progress(name, whole.nbytes)
+            progress(name, size)
 
 
 def _state_dtype(path: Path, planned: list[Planned]) -> None:

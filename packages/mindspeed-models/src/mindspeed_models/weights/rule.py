@@ -8,7 +8,6 @@ used, every target element written once" is a statement about ranges of integers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..errors import WeightError
@@ -62,17 +61,26 @@ class Rule:
     def pack(self, read: Reader, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box of our tensor at ``offset`` of ``shape``, from the parts of the sources that it needs."""
         columns = () if self.width is None else (slice(offset[1], offset[1] + shape[1]),)
-        parts = [
-            read(self.hf[item.source], (slice(item.start, item.stop), *columns))
-            for item in self._within(offset[0], offset[0] + shape[0])
-        ]
-        if len({part.dtype for part in parts}) > 1:
-            kinds = ", ".join(f"{name} {part.dtype}" for name, part in zip(self.hf, parts, strict=False))
-            raise WeightError(f"{self.ours}: its sources have different dtypes ({kinds}); cast them to one first")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        segments = list(self._within(offset[0], offset[0] + shape[0]))
+        first = read(self.hf[segments[0].source], (slice(segments[0].start, segments[0].stop), *columns))
+        if len(segments) == 1:
+            return first
+        whole, at = first.new_empty(tuple(shape)), 0
+        for number, item in enumerate(segments):
+            part = first if number == 0 else read(self.hf[item.source], (slice(item.start, item.stop), *columns))
+            if part.dtype != first.dtype:
+                raise WeightError(
+                    f"{self.ours}: its sources have different dtypes ({self.hf[segments[0].source]} {first.dtype}, "
+                    f"{self.hf[item.source]} {part.dtype}); cast them to one first"
+                )
+            whole[at : at + len(part)] = part
+            at += len(part)
+        return whole
 
     def unpack(self, whole: Tensor) -> list[Tensor]:
         """The Hugging Face tensors that our whole tensor is made of."""
+        if len(self.order) == 1:
+            return [whole]
         found = [whole.new_empty(self.hf_shape(source)) for source in range(len(self.hf))]
         start = 0
         for item in self.order:

@@ -4,6 +4,7 @@ The format: eight bytes of length, a JSON header with dtype, shape and byte rang
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_AGAIN = "download it again"
+_LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,10 @@ class SafetensorsFolder:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         promised = self._promised()
+        if promised and SINGLE not in promised.values() and (folder / SINGLE).exists():
+            raise WeightError(
+                f"{folder}: holds {SINGLE} and {INDEX}, which does not name it; remove the one that is left over"
+            )
         for name in dict.fromkeys(promised.values()) if promised else [SINGLE]:
             for key, entry in _read_header(folder / name):
                 if key in self.entries:
@@ -57,7 +64,7 @@ class SafetensorsFolder:
                 self.entries[key] = entry
         for key, name in promised.items():
             if key not in self.entries or self.entries[key].file.name != name:
-                raise WeightError(f"{folder / INDEX}: names {key} in {name}, which does not hold it; download it again")
+                raise WeightError(f"{folder / INDEX}: names {key} in {name}, which does not hold it; {_AGAIN}")
         if promised and (unlisted := [key for key in self.entries if key not in promised]):
             raise WeightError(
                 f"{folder / INDEX}: does not list {unlisted[0]}, which {self.entries[unlisted[0]].file.name} holds"
@@ -78,30 +85,73 @@ class SafetensorsFolder:
         if not path.exists():
             return {}
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
+            found = dict(json.loads(path.read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise WeightError(f"{path}: not a weight index ({error!r}); download it again") from error
+            raise WeightError(f"{path}: not a weight index ({error!r}); {_AGAIN}") from error
+        for key, name in found.items():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise WeightError(f"{path}: puts {key} into {name!r}, which is not a file of this folder")
+        if not found:
+            raise WeightError(f"{path}: names no tensor; {_AGAIN}")
+        return found
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Entry]]:
+    """The tensors of a file: their bytes lie one after the other, without gap or overlap, to the end of the file."""
+    size, length, header = _header_of(path)
+    found = {key: item for key, item in header if key != "__metadata__"}
+    if len(found) < sum(key != "__metadata__" for key, _ in header):
+        raise WeightError(f"{path}: its header names a tensor twice; download it again")
+    try:
+        items = sorted(found.items(), key=lambda pair: pair[1]["data_offsets"])
+        at = 0
+        for key, item in items:
+            if item["dtype"] not in DTYPES:
+                raise WeightError(f"{path}: {key} has dtype {item['dtype']}, which is not supported")
+            entry = Entry(file=path, shape=tuple(item["shape"]), dtype=DTYPES[item["dtype"]])
+            start, stop = item["data_offsets"]
+            if start != at or stop - start != math.prod(entry.shape) * entry.dtype.itemsize:
+                raise WeightError(f"{path}: {key} is not where the header should say, or not of its size; {_AGAIN}")
+            at = stop
+            yield key, entry
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightError(f"{path}: not a safetensors file, its header is damaged ({error!r}); {_AGAIN}") from error
+    if 8 + length + at != size:
+        raise WeightError(f"{path}: cut short or damaged, its size is not what its header says; {_AGAIN}")
+
+
+def _header_of(path: Path) -> tuple[int, int, list[tuple[str, Any]]]:
+    """Size of the file, length of the header, and its entries in order, with those that stand twice."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if 8 + length <= size else None
+            start = file.read(8)
+            if start == _LFS[:8] and file.read(len(_LFS) - 8) == _LFS[8:]:
+                raise WeightError(f"{path}: a Git LFS pointer, not the weights themselves; run `git lfs pull`")
+            (length,) = struct.unpack("<Q", start)
+            file.seek(8)
+            if 8 + length > size:
+                raise WeightError(f"{path}: cut short or damaged, its header is not all there; {_AGAIN}")
+            header = json.loads(file.read(length), object_pairs_hook=_pairs)
     except FileNotFoundError as error:
-        raise WeightError(f"{path}: missing; download it again") from error
+        raise WeightError(f"{path}: missing; {_AGAIN}") from error
     except (struct.error, ValueError) as error:
-        raise WeightError(f"{path}: not a safetensors file; download it again") from error
-    ends = [0] if header is None else [item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"]
-    if header is None or 8 + length + max(ends, default=0) != size:
-        raise WeightError(f"{path}: cut short or damaged, its size is not what its header says; download it again")
-    for key, item in header.items():
-        if key == "__metadata__":
-            continue
-        if item["dtype"] not in DTYPES:
-            raise WeightError(f"{path}: {key} has dtype {item['dtype']}, which is not supported")
-        yield key, Entry(file=path, shape=tuple(item["shape"]), dtype=DTYPES[item["dtype"]])
+        raise WeightError(f"{path}: not a safetensors file; {_AGAIN}") from error
+    if not isinstance(header, _Pairs):
+        raise WeightError(f"{path}: not a safetensors file; {_AGAIN}")
+    return size, length, header.pairs
+
+
+class _Pairs(dict[str, Any]):
+    """A JSON object that remembers what it was written as."""
+
+    pairs: list[tuple[str, Any]]
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> _Pairs:
+    found = _Pairs(pairs)
+    found.pairs = pairs
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +193,7 @@ def write_folder(
                         f"{plan.name}: planned as {plan.dtype} {plan.shape}, got {key} {tensor.dtype} {tuple(tensor.shape)}"
                     )
                 file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                del tensor  # before the next one is made
     if (extra := next(coming, None)) is not None:
         raise WeightError(f"{extra[0]}: not planned")
     if len(shards) > 1:

@@ -8,6 +8,7 @@ needs. Boxes that a rank writes may be made on demand, one at a time.
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from mindspeed_kernels.errors import UserError
 from mindspeed_kernels.reference import untouched
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, SerializationFormat
+from torch.distributed.checkpoint.filesystem import _write_item as write_to_stream
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -33,11 +37,14 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -91,7 +98,7 @@ def save_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup 
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant, when this process is alone
             dcp.save(
                 {},
-                storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
+                storage_writer=_Writer(folder),
                 planner=_SavePlanner(pieces),
                 process_group=group,
                 no_dist=alone,
@@ -120,6 +127,37 @@ def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
         raise ShardError(f"{folder}: no .metadata, so this is not a complete torch_dist folder")
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+class _Writer(dcp.FileSystemWriter):
+    """PyTorch's writer of one file a rank, but for two things.
+
+    It lets go of a piece once that is written: torch 2.13 keeps all of them until the file is complete. And it writes
+    equal bytes for equal content: nothing of when and where.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        written: list[WriteResult] = []
+        if plan.items:
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                for item in plan.items:
+                    data = planner.resolve_data(item)
+                    assert isinstance(data, Tensor)
+                    tensor = data.cpu()
+                    if tensor.untyped_storage().size() != tensor.nbytes:
+                        tensor = tensor.clone()  # or the whole of what it is a view of would be written
+                    form = SerializationFormat.TORCH_SAVE
+                    written.append(write_to_stream(self.transforms, stream, tensor, item, name, form))
+                    del data, tensor
+                stream.flush()
+                os.fsync(stream.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written)
+        return future
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mindspeed_runtime.rundir import read_manifest
 from torch import Tensor
 
 from ..errors import ModelError, WeightError
 from ..families import Arch, Family, describe
+from .ledger import Ledger
 from .rule import Rule, cover, expanded
 from .safetensors_files import INDEX, SINGLE, SafetensorsFolder
 from .shards import Box, load_pieces, stored
@@ -30,9 +32,14 @@ DESCRIPTION = (  # files that travel with the weights, byte for byte
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates",  # a folder
 )
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -68,8 +75,12 @@ class Source(ABC):
         """WeightError unless every weight of the model is there, in its shape. Reads no weights."""
 
     @abstractmethod
-    def read(self, box: Box) -> Tensor:
-        """The part of one of our tensors that ``box`` names, in its stored dtype."""
+    def read(self, box: Box, *, ledger: Ledger | None = None) -> Tensor:
+        """The part of one of our tensors that ``box`` names, in its stored dtype; what it takes goes into ``ledger``."""
+
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What the model is read from, as ``ledger`` knows it: stored tensors and their shapes."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -87,32 +98,40 @@ class Source(ABC):
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """config.json of what ``path`` holds, without a look at the weights."""
-    if path.is_file() or any(path.glob("*.gguf")):
-        return open_source(path).config
-    folder = path / "hf" if (path / "model").is_dir() else path
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{path}: neither a Hugging Face folder (no config.json) nor a checkpoint (no model/)")
-    return _json(folder / "config.json")
+    return open_source(path, weights=False).config
 
 
-def open_source(path: Path) -> Source:
-    """The source at ``path``; ModelError or WeightError, by name, for what is not one. Checks all but the values."""
+def open_source(path: Path, *, weights: bool = True) -> Source:
+    """The source at ``path``; ModelError or WeightError, by name, for what is not one.
+
+    Everything but the values of the weights is checked. Without ``weights`` only the configuration is wanted, and
+    nothing else needs to be there.
+    """
+    source = _found(path)
+    if weights:
+        source.check()
+    return source
+
+
+def _found(path: Path) -> Source:
+    from .gguf import GGUFSource
+
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder; name a Hugging Face folder, a GGUF file or a checkpoint")
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path}: a model is a folder or a .gguf file")
-        source: Source = GGUFSource(path)
-    elif (path / "model").is_dir():
-        source = CheckpointSource(path)
-    elif (path / "config.json").is_file():
-        source = HuggingFaceSource(path)
-    elif len(found := sorted(path.glob("*.gguf"))) == 1:
-        source = GGUFSource(found[0])
-    else:
-        raise ModelError(f"{path}: neither a Hugging Face folder (no config.json) nor a checkpoint (no model/)")
-    source.check()
-    return source
+        return GGUFSource(path)
+    if (path / "model").is_dir():
+        return CheckpointSource(path)
+    if (path / "config.json").is_file():
+        return HuggingFaceSource(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return GGUFSource(files[0])
+    if files:
+        raise ModelError(f"{path}: holds {len(files)} GGUF files; name one, as {files[0]}")
+    raise ModelError(f"{path}: neither a Hugging Face folder (no config.json) nor a checkpoint (no model/)")
 
 
 class HuggingFaceSource(Source):
@@ -121,17 +140,17 @@ class HuggingFaceSource(Source):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = _json(path / "config.json")
-        if not (path / INDEX).exists() and not (path / SINGLE).exists():
-            if any(path.glob("*.bin")):
-                raise WeightError(
-                    f"{path}: its weights are pickled .bin files, which can run code; "
-                    "load and save the model once with transformers to get safetensors"
-                )
-            raise WeightError(f"{path}: no {SINGLE} and no {INDEX}; the download is incomplete")
 
     @cached_property
     def files(self) -> SafetensorsFolder:
         """The weight files, checked."""
+        if not (self.path / INDEX).exists() and not (self.path / SINGLE).exists():
+            if any(self.path.glob("*.bin")):
+                raise WeightError(
+                    f"{self.path}: its weights are pickled .bin files, which can run code; "
+                    "load and save the model once with transformers to get safetensors"
+                )
+            raise WeightError(f"{self.path}: no {SINGLE} and no {INDEX}; the download is incomplete")
         return SafetensorsFolder(self.path)
 
     def check(self) -> None:
@@ -144,72 +163,18 @@ class HuggingFaceSource(Source):
             )
         cover(self.rules, shapes)
 
-    def read(self, box: Box) -> Tensor:
-        return self.rules[box.key].pack(self.files.read, box.offset, box.shape)
+    def read(self, box: Box, *, ledger: Ledger | None = None) -> Tensor:
+        read = self.files.read if ledger is None else ledger.reading(self.files.read)
+        return self.rules[box.key].pack(read, box.offset, box.shape)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {hf: rule.hf_shape(n) for rule in self.rules.values() for n, hf in enumerate(rule.hf)}
 
     def dtype(self, name: str) -> torch.dtype:
         return self.files.entries[self.rules[name].hf[0]].dtype
 
     def copy_description(self, folder: Path) -> None:
         _copy(self.path, folder)
-
-
-class GGUFSource(Source):
-    """A GGUF file, dequantised by transformers. The whole model is in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._check_installed()
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
-        config.pop("quantization_config", None)
-        # A GGUF file does not say whether the output is tied: it is when there is no separate matrix.
-        self.config = {**config, "tie_word_embeddings": not self._has_output()}
-
-    @cached_property
-    def _model(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.path.parent, gguf_file=self.path.name, dtype=torch.float32)
-        # It is dequantised: what is left of the quantisation would keep it from being saved and loaded.
-        del model.config.quantization_config
-        return model
-
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = dict(self._model.state_dict())
-        if self.arch.tied:
-            tensors.pop(_LM_HEAD, None)
-        return tensors
-
-    def check(self) -> None:
-        cover(self.rules, {name: tensor.shape for name, tensor in self._tensors.items()})
-
-    def read(self, box: Box) -> Tensor:
-        return self.rules[box.key].pack(lambda name, part: self._tensors[name][part], box.offset, box.shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[self.rules[name].hf[0]].dtype
-
-    def copy_description(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._model.config.save_pretrained(folder)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
-
-    def _has_output(self) -> bool:
-        from gguf import GGUFReader
-
-        return any(tensor.name == "output.weight" for tensor in GGUFReader(self.path).tensors)
-
-    def _check_installed(self) -> None:
-        from importlib.util import find_spec
-
-        if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-            raise ModelError(f"{self.path}: GGUF files need {missing[0]}; install mindspeed-models[gguf]")
 
 
 class CheckpointSource(Source):
@@ -236,11 +201,17 @@ class CheckpointSource(Source):
             raise WeightError(
                 f"{self.path / 'model'}: {strays[0]} is no part of the model that hf/config.json describes"
             )
+        read_manifest(self.path, hashes=False)
 
-    def read(self, box: Box) -> Tensor:
+    def read(self, box: Box, *, ledger: Ledger | None = None) -> Tensor:
         tensor = torch.empty(box.shape, dtype=self.dtype(box.key))
         load_pieces(self.path / "model", [(box, tensor)])
+        if ledger is not None:
+            ledger.used(box.key, box.offset[0], box.shape)
         return tensor
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: rule.shape for name, rule in self.rules.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         return self.entries[name].properties.dtype
@@ -265,3 +236,5 @@ def _copy(source: Path, folder: Path) -> None:
     for name in DESCRIPTION:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, folder / name)
