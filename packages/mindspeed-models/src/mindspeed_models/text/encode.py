@@ -51,7 +51,7 @@ def make_encoder(tokenizer: Any, data: DataConfig, vocabulary: int) -> Encoder:
     else:
         encode = _chat_encoder(tokenizer, {"messages": messages_of, "alpaca": alpaca_messages}[data.format])
     parts = (data.format, data.text_key, tokenizer.chat_template, _identity(tokenizer))
-    return Encoder(encode=encode, key=xxhash.xxh3_128_hexdigest(repr(parts)), vocabulary=size)
+    return Encoder(encode=encode, key=xxhash.xxh3_128_hexdigest(repr(parts).encode()), vocabulary=size)
 
 
 def encode_text(tokenizer: Any, text: str) -> Example:
@@ -107,8 +107,12 @@ def turn_of(tokenizer: Any, before: Sequence[Message], answer: Message, *, speci
     prompt_ids = _ids(tokenizer, prompt)
     answer_ids, places = _continuation(tokenizer, prompt, prompt_ids, whole)
     stop = _end_of_turn(answer_ids, places, start + len(text), special)
-    if any(number in special for number in answer_ids[:stop]):
-        raise RowError("an answer, or what the template puts before it, holds the text of a special token")
+    # Tokens that part turns, here or at inference, must not stand inside an answer.
+    parting = {number for number in prompt_ids if number in special and number != tokenizer.unk_token_id}
+    inside = parting.union((answer_ids[stop], tokenizer.eos_token_id)).intersection(answer_ids[:stop])
+    if inside:
+        names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(inside)))
+        raise RowError(f"an assistant message holds the text of {names}, which would be read as the end of a turn")
     return Turn(prompt=prompt_ids, answer=answer_ids[: stop + 1])
 
 

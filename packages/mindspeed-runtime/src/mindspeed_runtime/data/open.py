@@ -74,6 +74,8 @@ def open_data(
 
 def _wanted(recipe: Recipe, cache: Path) -> dict[str, Wanted]:
     data = recipe.data
+    if not data.train:
+        raise ConfigError("data.train: names no files; give paths, folders or globs")
     return {
         name: Wanted(
             name=name,
@@ -83,7 +85,7 @@ def _wanted(recipe: Recipe, cache: Path) -> dict[str, Wanted]:
             skip_bad=data.bad_rows == "skip",
         )
         for name, patterns in (("train", data.train), ("validation", data.validation))
-        if patterns or name == "train"
+        if patterns
     }
 
 
@@ -127,8 +129,8 @@ def _notes(name: str, counts: Counts, folder: Path) -> Iterator[str]:
         yield f"data.{name}: passed over {number} x {reason}"
     if counts.cut_documents:
         yield (
-            f"data.{name}: {counts.cut_documents} documents are longer than data.sequence and were cut; "
-            f"{counts.cut_trained} tokens of answers are not trained"
+            f"data.{name}: {counts.cut_documents} of the documents are longer than data.sequence and cut there; "
+            f"{counts.cut_trained} of their trained tokens are lost"
         )
     for kind, rows in (("skipped", counts.bad), ("left out", counts.unlabelled)):
         if rows:

@@ -1,9 +1,9 @@
 """Which row is the n-th of a run: a pure function of the seed and n.
 
 Each epoch is a full permutation of the rows, another one every time. It is computed, not stored: a Feistel network
-keyed by (seed, epoch, number of rows) permutes the smallest power of four that holds all rows, and values past the end
-are walked along their cycle until they fall inside. So any position is found at once, and ranks, layouts and restarts
-cannot enter. The numbers are part of what a checkpoint relies on: they never change.
+keyed by (seed, epoch, number of rows) permutes a power of four that holds all rows, and values past the end are walked
+along their cycle until they fall inside. So any position is found at once, and ranks, layouts and restarts cannot
+enter. The numbers are part of what a checkpoint relies on: they never change.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 8
+_TABLE_HALF = 7
 _WORD = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # multipliers of splitmix64's finaliser
 
@@ -65,23 +66,29 @@ def permuted(position: int, size: int, seed: int, epoch: int) -> int:
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """``permuted`` of all positions at once."""
     keys, half = _keys(seed, epoch, size), _half(size)
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    values = np.arange(size, dtype=np.uint64)
-    outside = np.arange(size)
-    while len(outside):
-        left, right = values[outside] >> shift, values[outside] & mask
-        for key in keys:
-            mixed = right + np.uint64(key)
-            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
-        values[outside] = left << shift | right
-        outside = outside[values[outside] >= size]
+    values = _network(np.arange(size, dtype=np.uint64), keys, half)
+    # Small networks are cheaper to look up than to compute again at every step of a walk.
+    table = _network(np.arange(1 << 2 * half, dtype=np.uint64), keys, half) if half <= _TABLE_HALF else None
+    while len(outside := np.flatnonzero(values >= size)):
+        here = values[outside]
+        values[outside] = _network(here, keys, half) if table is None else table[here]
     return values.astype(np.int64)
 
 
+def _network(values: NDArray[np.uint64], keys: tuple[int, ...], half: int) -> NDArray[np.uint64]:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        mixed = right + np.uint64(key)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return left << shift | right
+
+
 def _half(size: int) -> int:
-    return max(1, ((size - 1).bit_length() + 1) // 2)
+    # At least 64 places: in a smaller network some permutations of a handful of rows are far more frequent than others.
+    return max(3, ((size - 1).bit_length() + 1) // 2)
 
 
 @lru_cache(maxsize=64)

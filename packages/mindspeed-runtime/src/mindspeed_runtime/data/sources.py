@@ -65,7 +65,8 @@ def expand(patterns: Sequence[str]) -> list[Path]:
         for file in _matches(pattern):
             if _kind(file) is None:
                 raise DataError(f"{file}: this kind of file is not read; {_what_is_read()}")
-            found.setdefault(os.path.abspath(file), file)
+            path = os.path.abspath(file)
+            found[path] = min(file, found.get(path, file), key=lambda name: (len(str(name)), str(name)))
     return [found[path] for path in sorted(found)]
 
 
@@ -210,9 +211,9 @@ def _line_rows(file: Path, lines: Iterator[_Line], decoder: "_Decoder") -> Itera
         try:
             content, end = decoder.value(line.text, _skip(line.text, 0))
             if _skip(line.text, end) < len(line.text):
-                raise ValueError("text after the end of the value")
-        except ValueError as error:
-            yield BadRow(origin=origin, reason=f"not JSON: {error}")
+                raise json.JSONDecodeError("text after the end of the value", line.text, end)
+        except json.JSONDecodeError as error:
+            yield BadRow(origin=origin, reason=f"not JSON: {error.msg}")
         else:
             yield _checked(content, origin, decoder)
 
@@ -244,8 +245,9 @@ def _spread_rows(file: Path, lines: Iterator[_Line], decoder: "_Decoder", *, in_
         number, counted = number + text.count("\n", counted, at), at
         try:
             content, at = decoder.value(text, at)
-        except ValueError as error:
-            raise fault(str(error)) from error
+        except json.JSONDecodeError as error:
+            number += text.count("\n", counted, error.pos)
+            raise fault(error.msg) from error
         yield _checked(content, f"{file}:{number}", decoder)
         expected = "," if in_array else ""
 
@@ -268,20 +270,22 @@ class _Decoder:
         self._decoder = json.JSONDecoder(parse_constant=self.constants.append)
 
     def value(self, text: str, at: int) -> tuple[Any, int]:
-        """The value at a place, and where it ends. ValueError if there is none."""
+        """The value at a place, and where it ends. JSONDecodeError if there is none."""
         self.constants.clear()
         try:
             return self._decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(error.msg) from error
+        except json.JSONDecodeError:
+            raise
         except RecursionError as error:
-            raise ValueError("nested too deeply") from error
+            raise json.JSONDecodeError("nested too deeply", text, at) from error
+        except ValueError as error:  # a number of thousands of digits
+            raise json.JSONDecodeError(str(error), text, at) from error
 
     def is_value(self, text: str) -> bool:
         """Whether ``text`` is one value."""
         try:
             return self.value(text, 0)[1] == len(text)
-        except ValueError:
+        except json.JSONDecodeError:
             return False
 
 

@@ -42,11 +42,12 @@ class Store:
             head = file.read(len(_MAGIC) + _HEADER.size)
             if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
                 raise _damaged(prefix)
-            version, code, documents, _ = _HEADER.unpack(head[len(_MAGIC) :])
+            version, code, documents, bounds = _HEADER.unpack(head[len(_MAGIC) :])
+            size = len(head) + 12 * documents + 8 * bounds
+            if version != _VERSION or code not in _CODES or _with(prefix, ".idx").stat().st_size != size:
+                raise _damaged(prefix)
             self.lengths: NDArray[np.int32] = np.fromfile(file, np.int32, documents)
             offsets = np.fromfile(file, np.int64, documents)
-        if version != _VERSION or code not in _CODES or len(offsets) != documents:
-            raise _damaged(prefix)
         dtype = _CODES[code]
         self.starts: NDArray[np.int64] = offsets // dtype.itemsize
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
