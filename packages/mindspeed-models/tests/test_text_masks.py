@@ -154,9 +154,12 @@ def test_any_conversation_has_an_exact_mask(tokenizer, chat):
 def test_the_marks_are_those_of_the_characters_that_answers_cover(tokenizer, chat):
     """Another way to the same marks: characters of the whole rendering, tokenised at once."""
     examples = encode_chat(tokenizer, _messages(chat))
-    if len(examples) > 1:
-        return  # a token reaches over a seam; there is no such marking
     whole = tokenizer.apply_chat_template(_messages(chat), tokenize=False)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    for turn in [n for n, (role, _) in enumerate(chat) if role == "assistant"]:
+        before = tokenizer.apply_chat_template(_messages(chat[:turn]), add_generation_prompt=True, return_dict=False)
+        if encoded.input_ids[: len(before)] != before:
+            return  # a token reaches over a seam; there is no such marking
     inside, at = set(), whole.index("<|im_start|>" + chat[0][0])  # after a system message that the template brings
     for role, content in chat:
         head, body = f"<|im_start|>{role}\n", f"{content}<|im_end|>"
@@ -165,7 +168,7 @@ def test_the_marks_are_those_of_the_characters_that_answers_cover(tokenizer, cha
         at = start + len(body) + 1
         if role == "assistant":
             inside |= set(range(start, start + len(body)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    assert len(examples) == 1
     size = len(examples[0].tokens)
     assert encoded.input_ids[:size] == examples[0].tokens
     # The last character of a token: some begin at the space before them, which their offsets leave out.
