@@ -34,7 +34,7 @@ def train(rank: Rank, recipe: Recipe, resume: bool) -> Outcome:
     stop = StopFlag()
     with stop.on_sigterm(), open_session(rank, recipe) as session:
         engine = session.engine
-        data = _open_data(recipe, session, folder)
+        data = _open_data(recipe, session, folder, console)
         steps = recipe.training.steps or data.train.steps_for(recipe.training.epochs or 1)
         checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep_last)
         start = _resume(session, checkpoints) if resume else 0
@@ -81,7 +81,7 @@ def tokenizer_of(recipe: Recipe) -> Any:
     return load_tokenizer(Path(recipe.model.tokenizer or recipe.model.path), Path(template) if template else None)
 
 
-def data_of(recipe: Recipe, session: Session, cache: Path) -> Data:
+def data_of(recipe: Recipe, session: Session, cache: Path, console: Console | None = None) -> Data:
     """Loaders of the recipe's data for this rank."""
     training, groups = recipe.training, session.groups
     cut = Cut(
@@ -95,13 +95,14 @@ def data_of(recipe: Recipe, session: Session, cache: Path) -> Data:
         lambda: make_encoder(tokenizer_of(recipe), recipe.data, session.arch.vocab),
         cut,
         cache=cache,
+        share=session.engine.share,
         is_main=session.rank.is_main,
-        barrier=lambda: session.engine.share(None),
+        console=console,
     )
 
 
-def _open_data(recipe: Recipe, session: Session, folder: Path) -> Data:
-    return data_of(recipe, session, Path(recipe.data.cache) if recipe.data.cache else folder / "data")
+def _open_data(recipe: Recipe, session: Session, folder: Path, console: Console) -> Data:
+    return data_of(recipe, session, Path(recipe.data.cache) if recipe.data.cache else folder / "data", console)
 
 
 def _resume(session: Session, checkpoints: Checkpoints) -> int:
