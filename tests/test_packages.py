@@ -11,7 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from mindspeed_models.testing import save_tiny_chat
+from mindspeed_models.testing import save_tiny_chat, tiny_tokenizer
+from mindspeed_models.text.tokenizer import load_tokenizer
 from mindspeed_runtime.metrics import read_records
 from mindspeed_runtime.rundir import Checkpoints, read_manifest
 
@@ -106,6 +107,23 @@ def test_a_run_leaves_everything_that_it_promises_and_goes_on(made):
         "mindspeed-train", "run", "recipe.yaml", "--nproc", "2", "--resume", "--set", "training.steps=5", cwd=made
     )
     assert more.returncode == 0 and "step 5/5" in more.stdout and "step 4/5" not in more.stdout
+
+
+@pytest.mark.dist
+def test_random_weights_need_a_configuration_alone_and_the_named_tokenizer_travels(made):
+    (made / "config").mkdir()
+    (made / "config" / "config.json").write_bytes((made / "model" / "config.json").read_bytes())
+    tokenizer = tiny_tokenizer(texts=("another text, so another tokenizer " * 9,))
+    tokenizer.save_pretrained(made / "tokenizer")
+    changes = ["model.path=config", "model.init=random", "model.tokenizer=tokenizer", "checkpoint.folder=random"]
+    changes += ["training.steps=2", "training.validate_every=null", "training.generate_every=null"]
+    done = run(
+        "mindspeed-train", "run", "recipe.yaml", "--nproc", "2", *(w for c in changes for w in ("--set", c)), cwd=made
+    )
+    assert done.returncode == 0, done.stderr
+    for folder in (made / "random" / "hf", Checkpoints(made / "random" / "checkpoints").latest() / "hf"):
+        found = load_tokenizer(folder)
+        assert found.get_vocab() == tokenizer.get_vocab() != load_tokenizer(made / "model").get_vocab()
 
 
 @pytest.mark.dist

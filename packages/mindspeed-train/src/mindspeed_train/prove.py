@@ -96,7 +96,7 @@ def prove_layouts(
     """
     recipe = replace(recipe, model=replace(recipe.model, dropout=0.0))
     parsed = [parse_layout(text) for text in layouts]
-    arch = open_source(Path(recipe.model.path)).arch
+    arch = open_source(Path(recipe.model.path), weights=recipe.model.init == "weights").arch
     for layout in parsed:
         check_recipe(with_layout(recipe, layout), layout.ranks)
         check_plan(with_layout(recipe, layout), arch, layout.ranks)

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_models.text.encode import make_encoder
 from mindspeed_models.text.tokenizer import load_tokenizer
 from mindspeed_models.weights.convert import to_hf
-from mindspeed_models.weights.source import CheckpointSource, Source
+from mindspeed_models.weights.source import TOKENIZER, CheckpointSource, Source
 from mindspeed_runtime.config import dump_recipe
 from mindspeed_runtime.data.loader import Cut
 from mindspeed_runtime.data.open import Data, open_data
@@ -69,6 +69,13 @@ def describe_run(recipe: Recipe, source: Source) -> Callable[[Path], None]:
         (folder / "recipe.yaml").write_text(dump_recipe(recipe))
         (folder / "hf").mkdir()
         source.copy_description(folder / "hf")
+        if recipe.model.tokenizer is not None:  # not the one beside the weights
+            for path in (folder / "hf" / name for name in TOKENIZER):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            tokenizer_of(recipe).save_pretrained(folder / "hf")
         if recipe.data.chat_template is not None:
             shutil.copyfile(recipe.data.chat_template, folder / "hf" / "chat_template.jinja")
 

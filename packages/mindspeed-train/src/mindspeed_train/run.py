@@ -50,7 +50,7 @@ def run(recipe: Recipe, *, num_ranks: int, resume: bool = False) -> Outcome:
 
 def check_run(recipe: Recipe, num_ranks: int, folder: Path, resume: bool) -> None:
     """What can be known before a process is started."""
-    source = open_source(Path(recipe.model.path))
+    source = open_source(Path(recipe.model.path), weights=recipe.model.init == "weights")
     check_plan(recipe, source.arch, num_ranks)
     found = Checkpoints(folder / "checkpoints").latest()
     if resume and found is None:

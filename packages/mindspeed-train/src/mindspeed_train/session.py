@@ -73,9 +73,9 @@ def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False, trains:
         if reference:
             stack.enter_context(fp64())
         kernels = Kernels.for_device(device, recipe.kernels)
-        stack.enter_context(activate(recipe.features, device))
+        stack.enter_context(activate(recipe.features, device, kernels))
         groups = stack.enter_context(megatron_groups.open(layout, rank.size, timeout_s=recipe.launch.timeout_s))
-        source = open_source(Path(recipe.model.path))
+        source = open_source(Path(recipe.model.path), weights=recipe.model.init == "weights")
         arch = source.arch
         dtype = (
             torch.float64 if reference else {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.training.precision]

@@ -23,9 +23,7 @@ from .rule import Rule, cover, expanded
 from .safetensors_files import INDEX, SINGLE, SafetensorsFolder
 from .shards import Box, load_pieces, stored
 
-DESCRIPTION = (  # files that travel with the weights, byte for byte
-    "config.json",
-    "generation_config.json",
+TOKENIZER = (  # files that are a tokenizer
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -41,6 +39,7 @@ DESCRIPTION = (  # files that travel with the weights, byte for byte
     "chat_template.json",
     "additional_chat_templates",  # a folder
 )
+DESCRIPTION = ("config.json", "generation_config.json", *TOKENIZER)  # files that travel with the weights, byte for byte
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
