@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent
 # Bytecode must be cached: without it each of the many processes that the tests start compiles torch's imports anew.
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, str] = {
     "PYTHONDONTWRITEBYTECODE": "",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -161,6 +161,26 @@ def closure(package: str) -> list[str]:
             found.append(name)
             waiting += [sibling for sibling, _ in siblings(PROJECTS[name])]
     return found
+
+
+@nox.session
+def npu(session: nox.Session) -> None:
+    """The NPU path over a simulated Ascend: the genuine torch_npu and a CANN of our own. Needs g++, or CXX."""
+    folder = ROOT / ".nox" / "ascend"
+    environment = {"UV_PROJECT_ENVIRONMENT": str(folder), "VIRTUAL_ENV": None}
+    session.run(UV, "sync", "--quiet", "--all-packages", "--extra", "npu", external=True, env=environment, silent=True)
+    python = str(folder / "bin" / "python")
+    ascend = {
+        **ENVIRONMENT,
+        "PYTHONPATH": str(ROOT / "tests" / "ascend" / "simulator"),
+        "FAKE_CANN_BUILD": str(ROOT / ".nox" / "fake-cann"),
+        # `import torch` would import torch_npu in every process; ours do it where a device is asked for.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        # Kernels of the simulator run at once, so what HCCL is asked for must not wait in a queue.
+        "TASK_QUEUE_ENABLE": "0",
+    }
+    session.run(python, "-m", "fake_cann.build", ascend["FAKE_CANN_BUILD"], external=True, env=ascend)
+    session.run(python, "-m", "pytest", *(session.posargs or ["tests/ascend"]), external=True, env=ascend)
 
 
 @nox.session

@@ -11,7 +11,7 @@ import tiny_training  # noqa: F401  everything that training imports is there to
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from mindspeed_kernels.device import Device
+from mindspeed_kernels.device import Device, DeviceError
 from mindspeed_parallel.megatron.features import FEATURES, activate, activation, ledger, resolve
 from mindspeed_parallel.megatron.features.device import DEVICE
 from mindspeed_runtime.config import ConfigError
@@ -98,39 +98,67 @@ def test_a_stale_page_fails_the_check_and_says_how_to_write_it(tmp_path, capsys)
     assert "stale; write it anew with `python -m" in capsys.readouterr().err
 
 
-def test_cuda_literals_mean_the_chosen_device_inside_and_in_backward_passes():
+LITERALS = """
+import torch
+
+class Names(torch.autograd.Function):
     seen = []
 
-    class Names(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
 
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(torch.zeros(1, device="cuda").device.type)
-            return 2 * grad
+    @staticmethod
+    def backward(ctx, grad):
+        Names.seen.append(torch.zeros(1, device="cuda").device.type)
+        return 2 * grad
 
+WAYS = [
+    lambda x: x.cuda(),
+    lambda x: x.to("cuda:0"),
+    lambda x: x.to(torch.device("cuda")),
+    lambda x: x.to(device="cuda"),
+    lambda x: x.to("cuda", torch.float64),
+    lambda x: torch.ones(1, device="cuda"),
+    lambda x: torch.nn.Linear(2, 2).cuda().weight,
+    lambda x: torch.nn.Linear(2, 2, device="cuda").weight,
+]
+"""
+
+
+def _written_in(module):
+    """The names of LITERALS, as code of ``module``."""
+    names = {"__name__": module}
+    exec(compile(LITERALS, f"{module}.py", "exec"), names)
+    return types.SimpleNamespace(**names)
+
+
+def test_cuda_literals_of_megatron_mean_the_chosen_device_inside_and_in_backward_passes():
+    megatron = _written_in("megatron.core.example")
     with activate({}, CPU):
         x = torch.ones(3, requires_grad=True)
-        for y in (
-            x.cuda(),
-            x.to("cuda:0"),
-            x.to(torch.device("cuda")),
-            x.to(device="cuda"),
-            torch.ones(1, device="cuda"),
-        ):
-            assert y.device.type == "cpu"
-        assert x.to("cuda", torch.float64).dtype == torch.float64
-        assert torch.nn.Linear(2, 2).cuda().weight.type() == "torch.cuda.FloatTensor"
-        Names.apply(x).sum().backward()
+        assert [way(x).device.type for way in megatron.WAYS] == ["cpu"] * len(megatron.WAYS)
+        assert megatron.WAYS[4](x).dtype == torch.float64
+        assert torch.nn.Linear(2, 2).weight.type() == "torch.cuda.FloatTensor"
+        megatron.Names.apply(x).sum().backward()
         assert isinstance(torch.cuda.Stream, type) and (torch.cuda.Stream | None)
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
         torch.cuda.synchronize()
         assert torch.cuda.current_device() == torch.device("cpu")
-    assert seen == ["cpu"]
+    assert megatron.Names.seen == ["cpu"]
     assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_cuda_literals_of_other_code_are_refused():
+    other = _written_in("mindspeed_train.example")
+    with activate({}, CPU):
+        x = torch.ones(3, requires_grad=True)
+        for way in other.WAYS:
+            with pytest.raises(DeviceError, match=r"mindspeed_train.example.py:\d+: names the device \"cuda\""):
+                way(x)
+        with pytest.raises(DeviceError, match=r"example.py:13: "):
+            other.Names.apply(x).sum().backward()
 
 
 @NO_CUDA

@@ -9,6 +9,8 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -52,6 +54,12 @@ class Device:
     def collective_backend(self) -> str:
         """What ``init_process_group`` is given. Object collectives on npu and cuda go through gloo."""
         return {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[self.kind]
+
+    def prepare_collectives(self, timeout_s: float) -> None:
+        """To be called before the process group of a run is made, with its time limit."""
+        if self.kind == "npu":
+            # HCCL must give up before torch_npu's watchdog ends the process, or its log does not say where it hung.
+            os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(_hccl_timeout(timeout_s)))
 
     @property
     def reduction_dtype(self) -> torch.dtype:
@@ -201,20 +209,41 @@ class HostModule:
         return 1
 
 
-def detect() -> str:
-    """The first kind that works here: npu, then cuda, then cpu."""
-    if importlib.util.find_spec("torch_npu") is not None and _npu_available():
+def detect(*, float64: bool = False) -> str:
+    """The first kind that works here: npu, then cuda, then cpu. ``float64``: among those that compute in it."""
+    if not float64 and _npu_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def open_device(kind: str = "auto", index: int = 0) -> Device:
-    """The device ``kind`` (or the detected one), made current. DeviceError when it is not there."""
+def import_npu() -> bool:
+    """Import torch_npu where it is installed; whether it is there now.
+
+    No device is touched, so that a process may fork afterwards. It must be imported before the first backward pass of a
+    process: PyTorch's autograd engine makes its queues once.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as error:  # the driver libraries are absent
+        _log.warning("device npu: torch_npu is installed and cannot be imported: %s", error)
+        return False
+    return True
+
+
+def open_device(kind: str = "auto", index: int = 0, *, float64: bool = False) -> Device:
+    """The device ``kind`` (or the detected one), made current.
+
+    DeviceError when it is not there, or when ``float64`` is asked of a kind that does not compute in it.
+    """
     if kind == "auto":
-        kind = detect()
+        kind = detect(float64=float64)
         _log.info("device: %s (detected)", kind)
     if kind not in KINDS:
         raise DeviceError(f"device {kind!r}: unknown; use one of auto, {', '.join(KINDS)}")
+    if kind == "npu" and float64:
+        raise DeviceError("device npu: Ascend has no float64, which the reference mode needs; use launch.device=cpu")
     count = _count(kind)
     if kind == "npu" and count == 0:
         raise DeviceError(
@@ -238,20 +267,18 @@ def _count(kind: str) -> int:
 
 
 def _npu_available() -> bool:
-    if importlib.util.find_spec("torch_npu") is None:
-        return False
-    try:
-        importlib.import_module("torch_npu")
-    except ImportError as error:  # the driver libraries are absent
-        _log.warning("device npu: torch_npu is installed and cannot be imported: %s", error)
-        return False
-    return bool(_module("npu").is_available())
+    return import_npu() and bool(_module("npu").is_available())
 
 
 def _module(kind: str) -> ModuleType:
     if kind == "npu":
         importlib.import_module("torch_npu")  # registers torch.npu
     return getattr(torch, kind)
+
+
+def _hccl_timeout(timeout_s: float) -> int:
+    """Seconds, in the multiples of 68 that HCCL knows, and less than ``timeout_s`` where that can be."""
+    return max(1, math.ceil(timeout_s / 68) - 1) * 68
 
 
 def _process_memory() -> Memory:

@@ -337,6 +337,7 @@ def join_torchrun() -> Rank | None:
 def world(rank: Rank, device: Any, timeout_s: float = 600.0) -> Iterator[None]:
     """The process group of a run, over the device's collective backend; destroyed on the way out."""
     dist = importlib.import_module("torch.distributed")
+    device.prepare_collectives(timeout_s)
     dist.init_process_group(
         device.collective_backend,
         init_method=rank.rendezvous,

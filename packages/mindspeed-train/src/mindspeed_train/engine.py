@@ -54,7 +54,7 @@ class MegatronEngine(MegatronModel):
     def train_step(self, step: int, batches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over this data rank's micro-batches of a global batch."""
         self.forward_backward(step, batches)
-        update = apply_update(self.optimizer, self.options.optimizer, lr)
+        update = apply_update(self.optimizer, self.options.optimizer, lr, self.device.torch_device)
         return StepResult(
             loss=self._loss_sum / max(self._num_trained, 1.0),
             trained=int(self._num_trained),

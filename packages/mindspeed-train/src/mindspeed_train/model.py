@@ -122,17 +122,16 @@ class MegatronModel:
 
     def _run(self, batches: list[Batch], *, forward_only: bool) -> None:
         stored = self._schedule_call(batches, forward_only=forward_only, step=partial(_loss_step, self.device))
-        sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+        totals = [0.0, 0.0, 0.0]  # loss, trained tokens, all tokens
         if self.groups.is_last_stage and self.groups.tensor_rank == 0:
-            for loss_sum, count in stored:
-                sums += torch.stack((loss_sum.double().cpu(), count.double().cpu()))
-        local = torch.tensor(float(sum(batch.tokens.numel() for batch in batches)), dtype=torch.float64)
-        if not (self.groups.pipeline_rank == 0 and self.groups.tensor_rank == 0):
-            local.zero_()
-        totals = torch.cat((sums, local[None])).to(self.device.reduction_dtype)
-        totals = totals.to(self.device.torch_device)
-        dist.all_reduce(totals)
-        self._loss_sum, self._num_trained, num_tokens = (float(value) for value in totals.tolist())
+            for loss_sum, count in _on_host(stored):
+                totals[0] += loss_sum
+                totals[1] += count
+        if self.groups.pipeline_rank == 0 and self.groups.tensor_rank == 0:
+            totals[2] = float(sum(batch.tokens.numel() for batch in batches))
+        shared = torch.tensor(totals, dtype=self.device.reduction_dtype, device=self.device.torch_device)
+        dist.all_reduce(shared)
+        self._loss_sum, self._num_trained, num_tokens = shared.tolist()
         self._num_seen = int(num_tokens)
 
     def _schedule_call(self, batches: list[Batch], *, forward_only: bool, step: Any) -> list[Any]:
@@ -201,6 +200,14 @@ def _summed(labels: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, tuple[Tenso
     loss_sum = torch.where(trained, losses, torch.zeros_like(losses)).sum()
     count = trained.sum().to(torch.int)
     return loss_sum, count, (loss_sum.detach().clone(), count)
+
+
+def _on_host(sums: list[tuple[Tensor, Tensor]]) -> list[list[float]]:
+    """Loss sum and count of each micro-batch, taken off the device at once."""
+    if not sums:
+        return []
+    wide = torch.promote_types(sums[0][0].dtype, torch.float32)  # bfloat16 does not count beyond 256
+    return torch.stack([torch.stack((loss_sum.to(wide), count.to(wide))) for loss_sum, count in sums]).tolist()
 
 
 def mixed(*numbers: int) -> int:

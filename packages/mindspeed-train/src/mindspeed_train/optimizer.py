@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.optimizer import (
@@ -82,13 +83,13 @@ def build_optimizer(
     )
 
 
-def apply_update(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: float) -> Update:
+def apply_update(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: float, device: torch.device) -> Update:
     """Step with the gradients that lie ready, unless their norm is not finite: then every rank leaves all as it was."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
+    norm = gradient_norm(optimizer, device)
     if not math.isfinite(norm):
         return Update(grad_norm=norm, applied=False)
     if config.clip is not None:
@@ -97,6 +98,25 @@ def apply_update(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: floa
                 clip_grad_by_total_norm_fp32(parameters, max_norm=config.clip, total_norm=norm)
     optimizer.step_with_ready_grads()
     return Update(grad_norm=norm, applied=True)
+
+
+def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+    """The 2-norm of all gradients of the model, the same on every rank.
+
+    megatron-core's own, where Transformer Engine and Apex are not installed, takes the norm of each gradient off the
+    device, one after the other; here one number leaves it.
+    """
+    shares: dict[Any, list[Tensor]] = {}
+    for part in _parts(optimizer):
+        share = shares.setdefault(part.get_grad_stats_parallel_group(), [])
+        share += [gradient.detach() for gradient in part.get_main_grads_for_grad_norm()]
+    total = 0.0
+    for group, gradients in shares.items():
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
+        squares = torch.stack(list(norms)).square().sum()
+        torch.distributed.all_reduce(squares, group=group)
+        total += float(squares)
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 def save_optimizer(

@@ -1,4 +1,4 @@
-"""Imports that take seconds, made once before rank processes are: megatron-core, and what this package needs of it.
+"""Imports that take seconds, made once before rank processes are: megatron-core, torch_npu where it is installed, ours.
 
 megatron-core says at import which CUDA libraries it does without; on other devices that is not news.
 """
@@ -15,9 +15,11 @@ with warnings.catch_warnings():
     import mindspeed_parallel.megatron.layers
     import transformers
     import transformers.models.auto.modeling_auto
+    from mindspeed_kernels.device import import_npu
 
     from . import observe, rank
 
+    import_npu()
     logging.disable(logging.NOTSET)
 
 __all__ = ["megatron", "mindspeed_parallel", "observe", "rank", "transformers"]

@@ -66,7 +66,7 @@ def open_session(rank: Rank, recipe: Recipe, *, reference: bool = False, trains:
 
     ``trains``: with gradients and an optimizer; without, the session only computes.
     """
-    device = open_device(recipe.launch.device, rank.local_rank)
+    device = open_device(recipe.launch.device, rank.local_rank, float64=reference)
     layout = layout_of(recipe, rank.size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(rank, device, recipe.launch.timeout_s))

@@ -4,8 +4,9 @@ Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D h
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core import tensor_parallel
@@ -208,9 +209,15 @@ class Rotary(nn.Module):
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, S, 1, D) in ``dtype`` of the angles at ``positions`` (B, S), which are in float32."""
-        angles = positions[..., None, None] * self.inverse_frequencies.to(positions.device)  # (B, S, 1, D / 2)
+        angles = positions[..., None, None] * self.inverse_frequencies  # (B, S, 1, D / 2)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the model to another device, and not to another dtype."""
+        super()._apply(fn, recurse)
+        self.inverse_frequencies = self.inverse_frequencies.to(fn(self.inverse_frequencies[:0]).device)
+        return self
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         """GPTModel asks; positions say it already."""

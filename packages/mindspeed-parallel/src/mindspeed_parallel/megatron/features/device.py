@@ -8,11 +8,13 @@ literals are redirected by a mode that is in force only inside.
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from mindspeed_kernels.device import Device
+from mindspeed_kernels.device import Device, DeviceError
 from mindspeed_kernels.modes import RUN_BACKWARD, kept
 from mindspeed_runtime.patch import Feature, Patch
 from torch import Tensor
@@ -50,10 +52,13 @@ class _Redirected(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
+            _check_caller()
             return args[0].to(self._device)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            _check_caller()
             args = (args[0], self._device, *args[2:])
         if kwargs and _is_cuda(kwargs.get("device")):
+            _check_caller()
             kwargs = {**kwargs, "device": self._device}
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and isinstance(out, str):
@@ -64,6 +69,22 @@ class _Redirected(TorchFunctionMode):
 
 def _is_cuda(device: Any) -> bool:
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def _check_caller() -> None:
+    """megatron-core alone is read so: the same literal in other code is a mistake that would show on no other device."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _module(frame).split(".")[0] in ("torch", "contextlib"):
+        frame = frame.f_back
+    if not _module(frame).startswith("megatron."):
+        raise DeviceError(
+            f'{frame.f_code.co_filename}:{frame.f_lineno}: names the device "cuda" and runs on another; take the device '
+            "from a tensor, or from mindspeed_kernels.device"
+        )
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 class _SameGenerator(logging.Filter):
