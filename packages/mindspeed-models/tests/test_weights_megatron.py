@@ -1,5 +1,7 @@
 """Checkpoints in megatron-core's own hands, and in every layout."""
 
+from functools import partial
+
 import pytest
 import torch
 import weights_ranks as ranks
@@ -34,6 +36,18 @@ def test_megatron_core_reads_a_converted_checkpoint_itself(tmp_path, pool, name,
                 if "word_embeddings" in key or "output_layer" in key:
                     same |= value.eq(0).all(-1, keepdim=True)  # padding: zero here, untouched there
                 assert same.all(), key
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp1"), ("qwen3", "tp2"), ("llama-tied", "tp2")])
+def test_stock_megatron_computes_with_a_converted_checkpoint(tmp_path, pool, name, layout):
+    model = save_tiny(name, tmp_path / "hf")
+    to_megatron(open_source(tmp_path / "hf"), tmp_path / "ck")
+    tokens = torch.randint(0, model.config.vocab_size, (2, 13), generator=torch.Generator().manual_seed(3))
+    expected = model(tokens, use_cache=False).logits.detach()
+    options = {"qk_norm": name == "qwen3", "tied": name == "llama-tied"}
+    ask = partial(ranks.stock_logits, **options)
+    for logits in pool.run(ask, layout, tmp_path / "ck", tokens, nproc=_size(layout)):
+        assert float((logits - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(("name", "layouts"), [("llama-6q3kv", ("tp3", "tp1")), ("qwen2", ("tp2pp2", "pp2vpp2"))])

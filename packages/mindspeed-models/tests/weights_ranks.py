@@ -61,6 +61,63 @@ def loaded_by_megatron(rank, layout, checkpoint):
         return _weights(chunks), ours
 
 
+def stock_logits(rank, layout, checkpoint, tokens, *, qk_norm, tied):
+    """Logits of megatron-core's own GPTModel, of its own layers, that has read a checkpoint by its own means."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    arch = open_source(checkpoint).arch
+    device = open_device("cpu")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(world(rank, device, 60))
+        stack.enter_context(activate({}, device))
+        stack.enter_context(megatron_groups.open(parse_layout(layout), rank.size, timeout_s=60))
+        config = TransformerConfig(
+            num_layers=arch.num_layers,
+            hidden_size=arch.hidden,
+            num_attention_heads=arch.num_heads,
+            num_query_groups=arch.num_kv_heads,
+            kv_channels=arch.head_dim,
+            ffn_hidden_size=arch.ffn,
+            normalization="RMSNorm",
+            layernorm_epsilon=arch.norm_eps,
+            activation_func=torch.nn.functional.silu,
+            gated_linear_unit=True,
+            add_bias_linear=False,
+            qk_layernorm=qk_norm,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            tensor_model_parallel_size=rank.size,
+            use_cpu_initialization=True,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm),
+            vocab_size=-(-arch.vocab // rank.size) * rank.size,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            rotary_base=arch.rope.theta,
+            share_embeddings_and_output_weights=tied,
+            parallel_output=False,
+        )
+        wanted = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        # Not there: what layers of Transformer Engine keep beside their weights, which is empty here.
+        strict = dist_checkpointing.validation.StrictHandling.RETURN_ALL
+        found, missing, unexpected = dist_checkpointing.load(wanted, str(checkpoint / "model"), strict=strict)
+        assert not missing and all("_extra_state" in key for key in unexpected)
+        model.load_state_dict(found, strict=False)
+        length = tokens.shape[1]
+        positions = torch.arange(length)[None].expand(tokens.shape)
+        hidden = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+        with torch.no_grad():
+            return model(tokens, positions, hidden)[..., : arch.vocab]
+
+
 def saved_again(rank, layout, checkpoint, folder):
     """Load a checkpoint in a layout and save it anew."""
     source = open_source(checkpoint)

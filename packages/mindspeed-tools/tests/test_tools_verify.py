@@ -75,7 +75,7 @@ def _rewrite(checkpoint, change):
 
 def test_a_norm_weight_that_was_nudged_is_named(converted):
     def nudge(tensors):
-        tensors["decoder.layers.2.pre_mlp_layernorm.weight"][7] += 1e-3
+        tensors["decoder.layers.2.mlp.linear_fc1.layer_norm_weight"][7] += 1e-3
 
     _rewrite(converted / "ck", nudge)
     report = verify(converted / "hf", converted / "ck", layouts="tp1")

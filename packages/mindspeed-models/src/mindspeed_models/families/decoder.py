@@ -37,7 +37,7 @@ def decoder_rules(arch: Arch) -> tuple[Rule, ...]:
     attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
     rules = [
         _matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight", arch.vocab, hidden, cut=0),
-        _vector(f"{ours}input_layernorm.weight", f"{hf}input_layernorm.weight", hidden),
+        _vector(f"{attention}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", hidden),
         Rule(
             ours=f"{attention}linear_qkv.weight",
             hf=(f"{q}weight", f"{k}weight", f"{v}weight"),
@@ -47,7 +47,7 @@ def decoder_rules(arch: Arch) -> tuple[Rule, ...]:
             cut=0,
         ),
         _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.query_rows, cut=1),
-        _vector(f"{ours}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", hidden),
+        _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden),
         Rule(
             ours=f"{mlp}linear_fc1.weight",
             hf=(f"{gate}weight", f"{up}weight"),

@@ -151,7 +151,7 @@ class SpecProvider(LocalSpecProvider):
 def dense_layer(
     *, qk_norm: bool, qkv_bias: bool, o_bias: bool, mlp_bias: bool, provider: BackendSpecProvider | None = None
 ) -> ModuleSpec:
-    """A pre-norm decoder layer with a gated MLP. The names of its weights are the names of its modules."""
+    """A pre-norm decoder layer with a gated MLP."""
     provider = provider or SpecProvider()
     norm = provider.layer_norm(rms_norm=True)
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else IdentityOp
@@ -179,6 +179,11 @@ def dense_layer(
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
+            # The names that megatron-core's own layers have in checkpoints, fused with Transformer Engine or not.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
         ),
     )
 
