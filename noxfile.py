@@ -184,6 +184,16 @@ def npu(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, into site/. A link to nowhere fails it."""
+    environment = {"UV_PROJECT_ENVIRONMENT": str(ROOT / ".nox" / "docs"), "VIRTUAL_ENV": None}
+    session.run(UV, "sync", "--quiet", "--all-packages", "--group", "docs", external=True, env=environment, silent=True)
+    session.run(
+        str(ROOT / ".nox/docs/bin/mkdocs"), "build", external=True, env={**ENVIRONMENT, "NO_MKDOCS_2_WARNING": "1"}
+    )
+
+
+@nox.session
 def proofs(session: nox.Session) -> None:
     """The long sweeps: layouts and resume of a real model, resume through ten kills, the quickstart."""
     sync(session)
