@@ -184,6 +184,13 @@ def npu(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Speed against a peer in the same run, as ratios; `nox -s bench -- CASE... [--pairs N]`. Leave the machine alone."""
+    sync(session)
+    run(session, "python", "-W", "ignore", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, into site/. A link to nowhere fails it."""
     environment = {"UV_PROJECT_ENVIRONMENT": str(ROOT / ".nox" / "docs"), "VIRTUAL_ENV": None}

@@ -50,6 +50,25 @@ def test_ranks_are_reused_and_each_run_has_a_world_of_its_own(pool):
     assert [pid for *_, pid in first][:2] == [pid for *_, pid in second]
 
 
+class _Holder:
+    """Refers to itself and to a process group, as models do."""
+
+    def __init__(self, group):
+        self.itself, self.group = self, group
+
+
+def _held_group(rank: Rank) -> int:
+    before = len(os.listdir("/proc/self/task"))
+    with world(rank, open_device("cpu"), 20):
+        _Holder(dist.new_group([0]))
+    return before
+
+
+def test_process_groups_do_not_outlive_their_run(pool):
+    threads = [pool.run(_held_group, nproc=1)[0] for _ in range(4)]
+    assert threads[-1] <= threads[1]
+
+
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [

@@ -7,6 +7,7 @@ launcher that sets its variables, this process is a rank already: ``join_torchru
 
 import contextlib
 import datetime
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -212,6 +213,7 @@ def _work(connection: Connection, number: int, log: Path | None, threads: int) -
     torch = importlib.import_module("torch")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
+    gc.freeze()  # what was preloaded stays
     while True:
         try:
             function, rank, args = connection.recv()
@@ -229,6 +231,9 @@ def _work(connection: Connection, number: int, log: Path | None, threads: int) -
                 connection.send(("failure", _described(error)))
             if not isinstance(error, Exception):
                 return
+        # A model refers to itself, and to its process groups: gloo's keep three threads each, which poll.
+        answer = None
+        gc.collect()
 
 
 def _resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Speed, as ratios against a peer that is measured in the same run: `nox -s bench`."""
