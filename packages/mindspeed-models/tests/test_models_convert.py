@@ -12,7 +12,7 @@ from mindspeed_models.errors import ModelError, WeightError
 from mindspeed_models.testing import TINY, save_tiny, save_tiny_chat
 from mindspeed_models.weights.convert import to_hf, to_megatron
 from mindspeed_models.weights.safetensors_files import SafetensorsFolder
-from mindspeed_models.weights.shards import Box, Piece, ShardError, load_pieces, save_pieces, stored
+from mindspeed_models.weights.shards import Box, Piece, Shards, ShardError, load_pieces, save_pieces
 from mindspeed_models.weights.source import open_source
 from mindspeed_runtime.rundir import read_manifest
 from safetensors.torch import load_file, save_file
@@ -174,7 +174,7 @@ def test_boxes_of_any_cut_read_back_as_any_other(tmp_path):
         for o, s in cuts
     ]
     save_pieces(tmp_path, pieces)
-    assert tuple(stored(tmp_path)["w"].size) == (7, 5)
+    assert tuple(Shards(tmp_path).tensors["w"].size) == (7, 5)
     target = torch.zeros(4, 4)
     load_pieces(tmp_path, [(_box("w", (7, 5), (2, 1), (4, 4)), target)])
     assert torch.equal(target, whole[2:6, 1:])

@@ -121,7 +121,7 @@ def other_arch(settings):
 
 FAMILY = Family(name="qwen3", model_types=("qwen3",), arch=other_arch, rules=rules)
 """
-SWAPPED = """if "linear_fc1" in rule.ours:
+SWAPPED = """if "linear_fc1.weight" in rule.ours:
         return dataclasses.replace(rule, order=rule.order[::-1])"""
 PERMUTED = """if "linear_qkv.weight" in rule.ours:
         order = list(rule.order)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from mindspeed_kernels.errors import RunError
 from mindspeed_models.plan import check_plan
-from mindspeed_models.weights.shards import Box, load_pieces, stored
+from mindspeed_models.weights.shards import Box, Shards
 from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import Layout, parse_layout
 from mindspeed_runtime.config import check_recipe
@@ -146,11 +146,9 @@ def _tensors(quantity: str, reference: Path, folder: Path) -> Difference:
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a ``torch_dist`` folder, whole."""
-    found = {}
-    for key, entry in stored(folder).items():
-        shape = tuple(entry.size)
-        found[key] = torch.empty(shape, dtype=entry.properties.dtype)
-        load_pieces(folder, [(Box(key=key, whole=shape, offset=(0,) * len(shape), shape=shape), found[key])])
+    shards = Shards(folder)
+    found = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in shards.tensors.items()}
+    shards.load([(Box.of_whole(key, tuple(tensor.shape)), tensor) for key, tensor in found.items()])
     return found
 
 

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,6 +68,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def of_whole(cls, key: str, shape: tuple[int, ...]) -> "Box":
+        """The box that is the whole tensor."""
+        return cls(key=key, whole=shape, offset=(0,) * len(shape), shape=shape)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -110,23 +116,36 @@ def save_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup 
         (folder / "metadata.json").write_text(json.dumps(_FORMAT))
 
 
+class Shards:
+    """The stored tensors of a folder. What is where is read once; each rank reads for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        """ShardError when the folder is not a complete one."""
+        if not (folder / ".metadata").is_file():
+            raise ShardError(f"{folder}: no .metadata, so this is not a complete torch_dist folder")
+        self._reader = dcp.FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """By key: whole shape (``size``), dtype (``properties``) and boxes (``chunks``)."""
+        entries = self._metadata.state_dict_metadata
+        return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def load(self, targets: Sequence[tuple[Box, Tensor]]) -> None:
+        """Fill each tensor with its box of the stored tensors, cast to the tensor's dtype."""
+        planner = _LoadPlanner(targets)
+        with untouched():
+            planner.set_up_planner({}, self._metadata, is_coordinator=True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            self._reader.read_data(plan, planner).wait()
+
+
 def load_pieces(folder: Path, targets: Sequence[tuple[Box, Tensor]]) -> None:
-    """Fill each tensor with its box of the stored tensors, cast to the tensor's dtype. Every rank reads for itself."""
+    """``Shards(folder).load(targets)``, for a single use."""
     if targets:
-        try:
-            with untouched(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: each rank by itself
-                dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(targets), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise _cause(error) from error
-
-
-def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a folder by key: whole shape (``size``), dtype (``properties``) and boxes (``chunks``)."""
-    if not (folder / ".metadata").is_file():
-        raise ShardError(f"{folder}: no .metadata, so this is not a complete torch_dist folder")
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        Shards(folder).load(targets)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -269,4 +288,4 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
     return cast(BaseException, first[0] if isinstance(first, tuple) else first)
 
 
-__all__ = ["Box", "Piece", "ShardError", "load_pieces", "save_pieces", "stored"]
+__all__ = ["Box", "Piece", "ShardError", "Shards", "load_pieces", "save_pieces"]

@@ -21,7 +21,7 @@ from ..families import Arch, Family, describe
 from .ledger import Ledger
 from .rule import Rule, cover, expanded
 from .safetensors_files import INDEX, SINGLE, SafetensorsFolder
-from .shards import Box, load_pieces, stored
+from .shards import Box, Shards
 
 TOKENIZER = (  # files that are a tokenizer
     "tokenizer.json",
@@ -92,7 +92,7 @@ class Source(ABC):
     def whole(self, name: str) -> Box:
         """The box that is all of one of our tensors."""
         shape = self.rules[name].shape
-        return Box(key=name, whole=shape, offset=(0,) * len(shape), shape=shape)
+        return Box.of_whole(name, shape)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
@@ -184,9 +184,13 @@ class CheckpointSource(Source):
         self.config = _json(path / "hf" / "config.json")
 
     @cached_property
+    def _shards(self) -> Shards:
+        return Shards(self.path / "model")
+
+    @property
     def entries(self) -> Mapping[str, Any]:
         """Stored tensors by our name."""
-        return stored(self.path / "model")
+        return self._shards.tensors
 
     def check(self) -> None:
         for name, rule in self.rules.items():
@@ -204,7 +208,7 @@ class CheckpointSource(Source):
 
     def read(self, box: Box, *, ledger: Ledger | None = None) -> Tensor:
         tensor = torch.empty(box.shape, dtype=self.dtype(box.key))
-        load_pieces(self.path / "model", [(box, tensor)])
+        self._shards.load([(box, tensor)])
         if ledger is not None:
             ledger.used(box.key, box.offset[0], box.shape)
         return tensor
