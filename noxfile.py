@@ -1,7 +1,7 @@
 """Every check of this repository, one session each. `nox` alone runs what a change must pass; `nox -l` lists all.
 
 The sessions share the workspace's own environment, which uv brings up to date first (a second when nothing changed);
-only `isolated` and `npu` build others.
+only `isolated`, `docs` and `npu` build others.
 """
 
 import os
@@ -126,6 +126,15 @@ def patches(session: nox.Session) -> None:
         "docs/patches.md",
         "--check",
     )
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into site/; a broken link, a page outside the nav or a wrong command fails it."""
+    here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": None}
+    session.run(UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here)
+    session.run("python", "checks/command_lines.py")
+    session.run("python", "-m", "mkdocs", "build", "--quiet", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(venv_backend="uv", python="3.11")
