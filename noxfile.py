@@ -132,7 +132,9 @@ def patches(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site into site/; a broken link, a page outside the nav or a wrong command fails it."""
     here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": None}
-    session.run(UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here)
+    session.run(
+        UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here
+    )
     session.run("python", "checks/command_lines.py")
     session.run("python", "-m", "mkdocs", "build", "--quiet", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 

@@ -23,7 +23,10 @@ from mindspeed_runtime.config import ConfigError, build_recipe, load_recipe
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("*.md", "docs/**/*.md", "examples/**/*.md", "packages/*/README.md")
 GUIDES = "docs/guides/*.md"
-_BLOCK = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?P<indent> *)```(?P<kind>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<body>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
 _LAUNCHERS = (("uv", "run"), ("torchrun",), ("env",), ("time",))  # what may stand before a program of ours
 _SEPARATORS = frozenset("();<>|&")
 _SMALLEST: dict[str, Any] = {"model": {"path": "model"}, "data": {"train": ["rows.jsonl"]}}
@@ -36,6 +39,7 @@ class Block:
     path: str
     line: int  # of its first line of text
     kind: str
+    title: str | None  # the file that it is to be
     body: str
 
 
@@ -61,7 +65,7 @@ def blocks(path: str, text: str) -> Iterator[Block]:
     """The fenced blocks of a document that say what they are."""
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start("body")) + 1
-        yield Block(path=path, line=line, kind=match["kind"], body=match["body"])
+        yield Block(path=path, line=line, kind=match["kind"], title=match["title"], body=match["body"])
 
 
 def command_lines(block: Block) -> Iterator[CommandLine]:
