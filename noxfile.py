@@ -135,8 +135,10 @@ def docs(session: nox.Session) -> None:
     session.run(
         UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here
     )
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     session.run("python", "checks/command_lines.py")
-    session.run("python", "-m", "mkdocs", "build", "--quiet", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "checks/docs_control.py", env=quiet)
+    session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet)
 
 
 @nox.session(venv_backend="uv", python="3.11")
