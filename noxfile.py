@@ -1,7 +1,7 @@
 """Every check of this repository, one session each. `nox` alone runs what a change must pass; `nox -l` lists all.
 
 The sessions share the workspace's own environment, which uv brings up to date first (a second when nothing changed);
-only `isolated` and `npu` build others.
+only `isolated`, `docs` and `npu` build others.
 """
 
 import os
@@ -129,6 +129,19 @@ def patches(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="uv", python="3.11")
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into site/; a broken link, a page outside the nav or a wrong command fails it."""
+    here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": None}
+    session.run(
+        UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here
+    )
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    session.run("python", "checks/command_lines.py")
+    session.run("python", "checks/docs_control.py", env=quiet)
+    session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet)
+
+
+@nox.session(venv_backend="uv", python="3.11")
 @nox.parametrize("package", sorted(PROJECTS))
 def isolated(session: nox.Session, package: str) -> None:
     """One package's tests against the wheels of it and what it declares, alone in a fresh environment."""
@@ -188,16 +201,6 @@ def bench(session: nox.Session) -> None:
     """Speed against a peer in the same run, as ratios; `nox -s bench -- CASE... [--pairs N]`. Leave the machine alone."""
     sync(session)
     run(session, "python", "-W", "ignore", "-m", "benchmarks", *session.posargs)
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """The documentation, into site/. A link to nowhere fails it."""
-    environment = {"UV_PROJECT_ENVIRONMENT": str(ROOT / ".nox" / "docs"), "VIRTUAL_ENV": None}
-    session.run(UV, "sync", "--quiet", "--all-packages", "--group", "docs", external=True, env=environment, silent=True)
-    session.run(
-        str(ROOT / ".nox/docs/bin/mkdocs"), "build", external=True, env={**ENVIRONMENT, "NO_MKDOCS_2_WARNING": "1"}
-    )
 
 
 @nox.session

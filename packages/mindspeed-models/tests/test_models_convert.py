@@ -12,7 +12,7 @@ from mindspeed_models.errors import ModelError, WeightError
 from mindspeed_models.testing import TINY, save_tiny, save_tiny_chat
 from mindspeed_models.weights.convert import to_hf, to_megatron
 from mindspeed_models.weights.safetensors_files import SafetensorsFolder
-from mindspeed_models.weights.shards import Box, Piece, Shards, ShardError, load_pieces, save_pieces
+from mindspeed_models.weights.shards import Box, Piece, ShardError, Shards, load_pieces, save_pieces
 from mindspeed_models.weights.source import open_source
 from mindspeed_runtime.rundir import read_manifest
 from safetensors.torch import load_file, save_file

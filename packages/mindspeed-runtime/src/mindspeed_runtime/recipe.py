@@ -29,27 +29,27 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """What is trained on. Relative paths are relative to the recipe file."""
 
-    train: tuple[str, ...]
-    validation: tuple[str, ...] = ()
+    train: tuple[str, ...]  # files, folders or globs
+    validation: tuple[str, ...] = ()  # likewise; empty: no validation
     format: Literal["text", "messages", "alpaca"] = "text"  # text: pre-training; the others: chat rows
     text_key: str = "text"  # the field of a jsonl row that holds the text (format text)
     sequence: int = 512  # tokens a row
     packing: bool = False  # several documents a row, attention kept apart, positions restarted
     padding: Literal["full", "longest"] = "full"  # longest: of the global batch, rounded up to what the layout needs
     chat_template: str | None = None  # file with a Jinja template; None: the tokenizer's own
-    shuffle: bool = True
+    shuffle: bool = True  # training rows in another order every epoch; false: as they stand
     cache: str | None = None  # folder of tokenised data; None: below the output folder
-    bad_rows: Literal["stop", "skip"] = "stop"
+    bad_rows: Literal["stop", "skip"] = "stop"  # stop: list them before training; skip: leave out, and count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """Degrees that both backends know. Data parallelism is what the number of processes leaves."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
+    tensor: int = 1  # parts that each matrix is cut into
+    pipeline: int = 1  # stages that the layers are dealt to
+    context: int = 1  # parts that the tokens of a row are cut into; 1 until it runs
+    expert: int = 1  # parts that the experts are dealt to; 1 until it runs
     sequence: bool = False  # sequence parallelism over the tensor axis
 
 
@@ -58,37 +58,37 @@ class MegatronConfig(Section):
     """What only the Megatron backend knows."""
 
     virtual: int = 1  # model chunks a pipeline stage
-    layers: tuple[int, ...] | None = None  # layers of each stage (uneven splits); None: evenly
-    distributed_optimizer: bool = True
+    layers: tuple[int, ...] | None = None  # layers of each model chunk (uneven splits); None: evenly
+    distributed_optimizer: bool = True  # optimizer state cut over the data ranks; false: whole on each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Config(Section):
     """What only the FSDP2 backend knows."""
 
-    shard: int | Literal["auto"] = "auto"
-    replicate: int = 1
-    offload: bool = False
-    compile: bool = False
+    shard: int | Literal["auto"] = "auto"  # ranks that share one copy of the weights; auto: all
+    replicate: int = 1  # copies of the weights
+    offload: bool = False  # weights and optimizer state in host memory
+    compile: bool = False  # the model compiled by torch.compile
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig(Section):
     """Which parameters are trained."""
 
-    method: Literal["full"] = "full"
+    method: Literal["full"] = "full"  # full: all of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """AdamW as Loshchilov and Hutter define it, decoupled weight decay."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: float = 1.0e-5
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1.0e-8
+    name: Literal["adamw"] = "adamw"  # the algorithm
+    lr: float = 1.0e-5  # the largest learning rate; the schedule says what becomes of it
+    weight_decay: float = 0.1  # of matrices, embeddings among them
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.95  # decay of the mean of squared gradients
+    eps: float = 1.0e-8  # added to the root of the mean of squared gradients
     clip: float | None = 1.0  # largest global gradient norm; None: off
     decay_1d: bool = False  # weight decay on norms and biases too
 
@@ -97,9 +97,9 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the run."""
 
-    kind: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = 0
-    min_lr: float = 0.0
+    kind: Literal["cosine", "constant"] = "cosine"  # after the warm-up; cosine: half a wave down to min_lr
+    warmup_steps: int = 0  # linear, from zero up to optimizer.lr
+    min_lr: float = 0.0  # where the cosine ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,12 @@ class TrainingConfig(Section):
     epochs: float | None = None  # passes over the training rows; None: from steps
     global_batch: int = 8  # rows an optimizer step
     micro_batch: int = 1  # rows a forward pass
-    seed: int = 1234
-    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 1234  # of data order, dropout and random weights
+    precision: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradients and moments are fp32
     validate_every: int | None = None  # steps; None: off
     validate_batches: int | None = None  # global batches of a validation; None: all rows
     generate_every: int | None = None  # steps between sample generations; None: off
-    generate_prompts: tuple[str, ...] = ()
+    generate_prompts: tuple[str, ...] = ()  # what the samples answer to
     max_bad_steps: int = 5  # steps with non-finite gradients in a row before the run stops
 
 
@@ -123,7 +123,7 @@ class TrainingConfig(Section):
 class MemoryConfig(Section):
     """Memory against time."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"  # in the backward pass; selective: attention; full: layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class CheckpointConfig(Section):
 class LaunchConfig(Section):
     """Processes and devices."""
 
-    device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "npu", "cuda", "cpu"] = "auto"  # auto: the first that works, in this order
     timeout_s: float = 600.0  # of one collective
     port: int | None = None  # rendezvous; None: a free one
 
@@ -149,8 +149,8 @@ class LaunchConfig(Section):
 class Recipe(Section):
     """A whole run."""
 
-    backend: Literal["megatron", "fsdp2"] = "megatron"
-    stage: Literal["pretrain", "sft"] = "sft"
+    backend: Literal["megatron", "fsdp2"] = "megatron"  # which trainer
+    stage: Literal["pretrain", "sft"] = "sft"  # kept with the run; data.format says how rows are read
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -73,7 +73,13 @@ def inspect_command(path: Path, tensors: bool, as_json: bool) -> None:
     show_default=True,
     help="Layouts, separated by commas; auto: all that the model allows of the usual ones.",
 )
-@click.option("--precision", default="fp64", show_default=True, type=click.Choice(["fp64", "fp32", "bf16"]))
+@click.option(
+    "--precision",
+    default="fp64",
+    show_default=True,
+    type=click.Choice(["fp64", "fp32", "bf16"]),
+    help="Of both computations; each has its own bound.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the report to a file.")
 def verify_command(model: Path, against: Path | None, layouts: str, precision: str, json_file: Path | None) -> None:
     """Compare MODEL, as transformers computes it, with its checkpoint, as megatron-core computes it.

@@ -181,7 +181,13 @@ def prove_resume_command(
 
 @click.command("features")
 @click.option("--recipe", type=click.Path(path_type=Path), help="Show what this recipe activates, and every patch.")
-@click.option("--device", default="auto", metavar="auto|npu|cuda|cpu", show_default=True)
+@click.option(
+    "--device",
+    default="auto",
+    metavar="auto|npu|cuda|cpu",
+    show_default=True,
+    help="For this device; auto: the recipe's own.",
+)
 def features_command(recipe: Path | None, device: str) -> None:
     """List features. With --recipe, those that it activates on the device and the patches they apply."""
     from mindspeed_kernels.device import open_device
