@@ -245,17 +245,29 @@ def open_device(kind: str = "auto", index: int = 0, *, float64: bool = False) ->
     if kind == "npu" and float64:
         raise DeviceError("device npu: Ascend has no float64, which the reference mode needs; use launch.device=cpu")
     count = _count(kind)
-    if kind == "npu" and count == 0:
-        raise DeviceError(
-            "device npu: torch_npu is not installed or finds no NPU; install mindspeed-kernels[npu] on an Ascend machine"
-        )
-    if kind == "cuda" and count == 0:
-        raise DeviceError("device cuda: torch finds no CUDA device; use cpu, or run on a machine that has one")
+    if count == 0:
+        raise _absent(kind)
     if kind != "cpu" and index >= count:
         raise DeviceError(f"device {kind}:{index}: this machine has {count}; start at most {count} processes here")
     device = Device(kind=kind, index=0 if kind == "cpu" else index)
     device.activate()
     return device
+
+
+def check_device(kind: str) -> None:
+    """DeviceError when ``kind`` cannot be here, as far as is known without opening it: to be asked before ranks start."""
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise _absent(kind)
+    if kind == "cuda" and _count(kind) == 0:
+        raise _absent(kind)
+
+
+def _absent(kind: str) -> DeviceError:
+    if kind == "npu":
+        return DeviceError(
+            "device npu: torch_npu is not installed or finds no NPU; install mindspeed-kernels[npu] on an Ascend machine"
+        )
+    return DeviceError("device cuda: torch finds no CUDA device; use cpu, or run on a machine that has one")
 
 
 def _count(kind: str) -> int:

@@ -7,6 +7,7 @@ process that starts the ranks has no use for it.
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_kernels.device import check_device
 from mindspeed_kernels.errors import UserError
 from mindspeed_models.plan import check_plan
 from mindspeed_models.weights.source import open_source
@@ -50,6 +51,7 @@ def run(recipe: Recipe, *, num_ranks: int, resume: bool = False) -> Outcome:
 
 def check_run(recipe: Recipe, num_ranks: int, folder: Path, resume: bool) -> None:
     """What can be known before a process is started."""
+    check_device(recipe.launch.device)
     source = open_source(Path(recipe.model.path), weights=recipe.model.init == "weights")
     check_plan(recipe, source.arch, num_ranks)
     found = Checkpoints(folder / "checkpoints").latest()
