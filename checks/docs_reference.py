@@ -162,7 +162,7 @@ def command_page(groups: Mapping[str, click.Group]) -> str:
     ]
     for name, group in groups.items():
         lines += ["", f"## {name}", "", _unwrapped(group.help or ""), ""]
-        lines += ["| command | |", "|---|---|"]
+        lines += ["| command | does |", "|---|---|"]
         commands = list(_commands(group, name))
         lines += [
             f"| [`{path}`](#{_anchor(path)}) | {_cell(command.get_short_help_str(200))} |" for path, command in commands
@@ -220,7 +220,8 @@ def package_page(root: Path, package: str) -> str:
     readme = (folder / "README.md").read_text().rstrip()
     parts = [readme, "", "## Modules", ""]
     for module in modules:
-        parts += [f"::: {module}", ""]
+        inside = module.removeprefix(package.replace("-", "_")).lstrip(".") or module
+        parts += [f"::: {module}", "    options:", f"      toc_label: {inside}", ""]
     return "\n".join(parts)
 
 

@@ -94,9 +94,9 @@ def test_a_command_that_is_checked_does_not_run(tmp_path, monkeypatch):
 
 
 def test_a_wrong_key_in_a_recipe_of_a_guide_is_found_with_its_line():
-    text = "# A page\n\n```yaml\nmodel: {path: m}\ndata: {train: [t], sequenc: 4}\n```\n"
+    text = "# A page\n\n```yaml\nmodel: {path: m}\ndata: {train: [t], sequences: 4}\n```\n"
     (finding,) = command_lines.findings("docs/guides/page.md", text, recipes=True)
-    assert finding == "docs/guides/page.md:4: data.sequenc: no such key; did you mean sequence?"
+    assert finding == "docs/guides/page.md:4: data.sequences: no such key; did you mean sequence?"
 
 
 def leaves(kind=Recipe, prefix=""):

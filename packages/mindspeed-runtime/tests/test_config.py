@@ -88,7 +88,7 @@ def test_overrides_are_as_strict_as_the_file(recipe_file):
         load_recipe(recipe_file().parent / "absent.yaml")
 
 
-BASE = {"model": {"path": "m"}, "data": {"train": ["d"]}, "training": {"steps": 1}}
+BASE = {"model": {"path": "m"}, "data": {"train": ["d"], "format": "messages"}, "training": {"steps": 1}}
 
 
 def _recipe(**sections):
@@ -118,11 +118,19 @@ def _recipe(**sections):
         ({"training": {"validate_every": 5}}, 1, "there are no validation rows"),
         ({"training": {"generate_every": 5}}, 1, "there is nothing to generate"),
         ({"parallel": {"tensor": 0}}, 1, "parallel.tensor=0: a degree is at least 1"),
+        ({"data": {"format": "text"}}, 1, "stage=sft with data.format=text: .* say data.format: messages, or alpaca"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_what_would_do(sections, ranks, text):
     with pytest.raises(ConfigError, match=text):
         check_recipe(_recipe(**sections), ranks)
+
+
+def test_chat_rows_are_not_pretrained_on():
+    recipe = dataclasses.replace(_recipe(), stage="pretrain")
+    with pytest.raises(ConfigError, match="stage=pretrain with data.format=messages: .* say data.format: text"):
+        check_recipe(recipe, 1)
+    check_recipe(dataclasses.replace(_recipe(data={"format": "text"}), stage="pretrain"), 1)
 
 
 def test_a_recipe_that_fits_is_accepted():

@@ -113,7 +113,7 @@ def describe(loaded: Loaded) -> str:
 
 def check_recipe(recipe: Recipe, num_ranks: int) -> None:
     """ConfigError unless the parts fit one another and ``num_ranks`` processes. Needs no model."""
-    parallel, training, data = recipe.parallel, recipe.training, recipe.data
+    parallel, data = recipe.parallel, recipe.data
     for name in ("tensor", "pipeline", "context", "expert"):
         if getattr(parallel, name) < 1:
             raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: a degree is at least 1")
@@ -124,12 +124,7 @@ def check_recipe(recipe: Recipe, num_ranks: int) -> None:
             f"start {max(1, round(num_ranks / fixed)) * fixed}, or change a degree"
         )
     _check_batch(recipe, num_ranks // fixed)
-    if (training.steps is None) == (training.epochs is None):
-        given = "both are given" if training.steps is not None else "neither is given"
-        raise ConfigError(f"training: {given} of steps and epochs; give one")
-    for key, number in (("training.steps", training.steps), ("training.epochs", training.epochs)):
-        if number is not None and number <= 0:
-            raise ConfigError(f"{key}={number}: must be positive")
+    _check_training(recipe)
     multiple = length_multiple(recipe)
     if data.sequence % multiple:
         good = max(1, round(data.sequence / multiple)) * multiple
@@ -143,6 +138,22 @@ def check_recipe(recipe: Recipe, num_ranks: int) -> None:
         raise ConfigError("parallel.sequence: it shares the work of the tensor axis; set parallel.tensor to 2 or more")
     if recipe.megatron.virtual > 1 and parallel.pipeline == 1:
         raise ConfigError("megatron.virtual: chunks a stage need a pipeline; set parallel.pipeline to 2 or more")
+
+
+def _check_training(recipe: Recipe) -> None:
+    training, data = recipe.training, recipe.data
+    if (recipe.stage == "pretrain") != (data.format == "text"):
+        fits = "data.format: text" if recipe.stage == "pretrain" else "data.format: messages, or alpaca"
+        raise ConfigError(
+            f"stage={recipe.stage} with data.format={data.format}: pretrain trains every token of text, sft the answers of "
+            f"chat rows; say {fits}, or the other stage"
+        )
+    if (training.steps is None) == (training.epochs is None):
+        given = "both are given" if training.steps is not None else "neither is given"
+        raise ConfigError(f"training: {given} of steps and epochs; give one")
+    for key, number in (("training.steps", training.steps), ("training.epochs", training.epochs)):
+        if number is not None and number <= 0:
+            raise ConfigError(f"{key}={number}: must be positive")
     if training.generate_every is not None and not training.generate_prompts:
         raise ConfigError("training.generate_every: there is nothing to generate; give training.generate_prompts")
     if training.validate_every is not None and not data.validation:

@@ -150,7 +150,7 @@ class Recipe(Section):
     """A whole run."""
 
     backend: Literal["megatron", "fsdp2"] = "megatron"  # which trainer
-    stage: Literal["pretrain", "sft"] = "sft"  # kept with the run; data.format says how rows are read
+    stage: Literal["pretrain", "sft"] = "sft"  # pretrain: every token of text; sft: the answers of chat rows
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
