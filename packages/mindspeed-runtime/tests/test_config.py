@@ -128,7 +128,7 @@ def test_parts_that_do_not_fit_are_refused_with_what_would_do(sections, ranks, t
 
 def test_chat_rows_are_not_pretrained_on():
     recipe = dataclasses.replace(_recipe(), stage="pretrain")
-    with pytest.raises(ConfigError, match="stage=pretrain with data.format=messages: .* say data.format: text"):
+    with pytest.raises(ConfigError, match=r"stage=pretrain with data.format=messages: .* say data.format: text"):
         check_recipe(recipe, 1)
     check_recipe(dataclasses.replace(_recipe(data={"format": "text"}), stage="pretrain"), 1)
 
