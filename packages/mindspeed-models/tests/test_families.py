@@ -20,6 +20,7 @@ BASE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -68,6 +69,13 @@ def test_the_description_is_what_transformers_builds(name):
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, 5e5),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5),
         ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {**YARN, "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {**YARN, "beta_fast": 8, "beta_slow": 0.5, "truncate": False}}, 1e4),
+        ({"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}, 1e4),
+        ({"rope_parameters": {**YARN, "mscale": 0.7}}, 1e4),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": None}}, 1e4),
+        ({"rope_parameters": {**YARN, "factor": 1.0}}, 1e4),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 3}}, 1e4),
     ],
 )
 def test_every_spelling_of_the_rotary_embedding_gives_the_frequencies_of_transformers(spelling, theta):
@@ -77,7 +85,7 @@ def test_every_spelling_of_the_rotary_embedding_gives_the_frequencies_of_transfo
     rope = describe(raw)[1].rope
     assert rope.theta == theta
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).model.rotary_emb
-    assert theirs.attention_scaling == 1.0
+    assert theirs.attention_scaling == pytest.approx(rope.attention_factor, rel=1e-12)
     ours = torch.tensor(rope.inverse_frequencies(16), dtype=torch.float64)
     torch.testing.assert_close(ours, theirs.inv_freq.double(), rtol=1e-6, atol=0)
 
@@ -96,6 +104,8 @@ def test_frequencies_are_exact_in_double_precision():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys .* 'rope_type'='llama3'"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 2.0}}, "rope_parameters.attention_factor"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, r"beta_slow \(1\) <= beta_fast"),
+        ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "rope_parameters.short_factor"),
         ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta=1000000.0 contra"),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_scaling contradict"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.dist
         ("llama-bias", "tp1,tp2,pp2,tp2pp2"),
         ("llama-6q3kv", "tp1,tp3"),
         ("llama-llama3", "tp2sp"),
+        ("llama-yarn", "tp1,tp2"),
+        ("qwen2-yarn", "pp2"),
         ("mistral-window", "tp1,tp2"),
         ("qwen2", "auto"),
         ("qwen2-window", "tp1,pp2"),

@@ -25,6 +25,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 5e5,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 2e4,
+}
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -38,6 +46,8 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e4},
     },
     "llama-llama3": {"model_type": "llama", "rope_parameters": _LLAMA3},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": {**_YARN, "truncate": False}},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mistral-window": {"model_type": "mistral", "sliding_window": 8},
     "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},

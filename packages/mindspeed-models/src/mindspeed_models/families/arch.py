@@ -12,11 +12,15 @@ class Rope:
     """Rotary position embedding (Su et al., 2021) and how it is stretched to longer contexts."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
+    original_max_positions: int = 0  # llama3, yarn: the context before it was stretched
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_positions: int = 0  # llama3
+    beta_fast: float = 32.0  # yarn: pairs that turn more often within the original context are kept
+    beta_slow: float = 1.0  # yarn: pairs that turn less often are stretched by the whole factor
+    truncate: bool = True  # yarn: the bounds between them are whole pairs
+    attention_factor: float = 1.0  # yarn: scales cosines and sines
 
     def __post_init__(self) -> None:
         if self.theta <= 0 or self.factor <= 0:
@@ -28,13 +32,36 @@ class Rope:
                 f"rotary embedding: llama3 needs 0 < low_freq_factor ({self.low_freq_factor:g}) < high_freq_factor "
                 f"({self.high_freq_factor:g}) and original_max_position_embeddings ({self.original_max_positions}) above 0"
             )
+        if self.kind == "yarn" and not (
+            0 < self.beta_slow <= self.beta_fast and self.original_max_positions > 0 and self.attention_factor > 0
+        ):
+            raise ModelError(
+                f"rotary embedding: yarn needs 0 < beta_slow ({self.beta_slow:g}) <= beta_fast ({self.beta_fast:g}), "
+                f"original_max_position_embeddings ({self.original_max_positions}) and attention_factor "
+                f"({self.attention_factor:g}) above 0"
+            )
 
     def inverse_frequencies(self, dim: int) -> list[float]:
         """Radians a position for each of the ``dim / 2`` pairs."""
         plain = [self.theta ** -(2 * pair / dim) for pair in range(dim // 2)]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
+        if self.kind == "yarn":
+            low, high = self._yarn_range(dim)
+            share = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(dim // 2)]
+            return [f * (1 - part) + f / self.factor * part for f, part in zip(plain, share, strict=True)]
         return [self._llama3(frequency) for frequency in plain] if self.kind == "llama3" else plain
+
+    def _yarn_range(self, dim: int) -> tuple[float, float]:
+        """YaRN (Peng et al., 2023): the pairs between which stretching sets in."""
+        bounds = [
+            dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        ]
+        if self.truncate:
+            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+        low, high = max(bounds[0], 0), min(bounds[1], dim - 1)
+        return low, high + 0.001 if low == high else high
 
     def _llama3(self, frequency: float) -> float:
         """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""

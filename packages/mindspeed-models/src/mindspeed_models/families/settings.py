@@ -5,6 +5,7 @@ they mean there. A key of config.json that the family neither reads nor knows to
 its value is the class's own default.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,16 +96,20 @@ class Settings:
                 "keep the one that is right"
             )
         fields: dict[str, Any] = {"theta": theta, "kind": kind}
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in ("default", "linear", "llama3", "yarn"):
             raise ModelError(
-                f"config.json: rope_type {kind!r} is not supported for {self.model_type}; use default, linear or llama3"
+                f"config.json: rope_type {kind!r} is not supported for {self.model_type}; use default, linear, llama3 or "
+                "yarn"
             )
         if kind != "default":
             fields["factor"] = float(given.pop("factor"))
+        if kind in ("llama3", "yarn"):
+            fields["original_max_positions"] = int(given.pop("original_max_position_embeddings"))
         if kind == "llama3":
             fields["low_freq_factor"] = float(given.pop("low_freq_factor"))
             fields["high_freq_factor"] = float(given.pop("high_freq_factor"))
-            fields["original_max_positions"] = int(given.pop("original_max_position_embeddings"))
+        if kind == "yarn":
+            fields |= _yarn(given, fields["factor"])
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(f"config.json: partial_rotary_factor is not supported for {self.model_type}")
         if given:
@@ -142,6 +147,24 @@ class Settings:
                 f"config.json: {key}={value!r} is not known to family {self.model_type} and may change what the model "
                 "computes; remove it if it does not"
             )
+
+
+def _yarn(given: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Take YaRN's own keys. Null counts as absent, as it does in transformers."""
+    found: dict[str, Any] = {"truncate": bool(given.pop("truncate", True))}
+    for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        found[key] = float(given.pop(key, None) or default)
+    scale, scale_of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    attention = given.pop("attention_factor", None)
+    if attention is None and scale and scale_of_all:
+        attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_of_all)
+    found["attention_factor"] = _yarn_scale(factor) if attention is None else float(attention)
+    return found
+
+
+def _yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """How much sharper attention must be over a context of ``factor`` times the length (YaRN, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _ABSENT = object()

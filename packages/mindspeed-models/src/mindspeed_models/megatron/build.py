@@ -71,7 +71,7 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             vp_stage=vp_stage,
         )
         frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
-        chunk.use_rotary(Rotary(frequencies))
+        chunk.use_rotary(Rotary(frequencies, arch.rope.attention_factor))
         _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
