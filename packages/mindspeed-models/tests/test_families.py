@@ -21,6 +21,11 @@ BASE = {
     "max_position_embeddings": 256,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + n / 10 for n in range(8)],
+    "long_factor": [2 + n for n in range(8)],
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -90,6 +95,30 @@ def test_every_spelling_of_the_rotary_embedding_gives_the_frequencies_of_transfo
     torch.testing.assert_close(ours, theirs.inv_freq.double(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("length", [3, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.5},
+        {**LONGROPE, "original_max_position_embeddings": 64},
+        {**LONGROPE, "original_max_position_embeddings": 16},
+        {**LONGROPE, "original_max_position_embeddings": 64, "factor": 8.0},
+        {**LONGROPE, "original_max_position_embeddings": 64, "attention_factor": 1.7},
+    ],
+)
+def test_frequencies_that_depend_on_the_length_are_those_of_transformers(rope, length):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = {**BASE, "model_type": "llama", "max_position_embeddings": 64, "rope_parameters": {**rope, "rope_theta": 2e4}}
+    ours = describe(raw)[1].rope
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).model.rotary_emb
+    cos, _ = theirs(torch.zeros(1), torch.arange(length)[None])
+    frequencies = torch.tensor(ours.inverse_frequencies(16, length), dtype=torch.float64)
+    torch.testing.assert_close(frequencies, theirs.inv_freq.double(), rtol=2e-6, atol=0)
+    assert theirs.attention_scaling == pytest.approx(ours.attention_factor, rel=1e-12)
+    assert float(cos[0, 0, 0]) == pytest.approx(ours.attention_factor, rel=1e-6)
+
+
 def test_frequencies_are_exact_in_double_precision():
     frequencies = Rope(theta=5e5).inverse_frequencies(128)
     assert frequencies == [math.pow(5e5, -pair / 64) for pair in range(64)]
@@ -100,7 +129,7 @@ def test_frequencies_are_exact_in_double_precision():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "Missing required keys .* 'rope_type'='llama3'"),
         ({"rope_scaling": {**LLAMA3, "attention_factor": 2.0}}, "rope_parameters.attention_factor"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),

@@ -125,7 +125,7 @@ def test_both_spellings_of_the_rotary_base_are_read():
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; there are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for llama; only 'silu'"),
         ({"logit_scale": 0.5}, "logit_scale=0.5 is not known to family llama"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "rope_theta": 1e4}, "rope_type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "rope_theta": 1e4}, "'ntk'"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
     ],

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.dist
         ("llama-6q3kv", "tp1,tp3"),
         ("llama-llama3", "tp2sp"),
         ("llama-yarn", "tp1,tp2"),
+        ("llama-dynamic", "tp1,pp2"),
+        ("llama-longrope", "tp2"),
         ("qwen2-yarn", "pp2"),
         ("mistral-window", "tp1,tp2"),
         ("qwen2", "auto"),

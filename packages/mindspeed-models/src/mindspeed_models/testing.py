@@ -33,6 +33,13 @@ _YARN = {
     "original_max_position_embeddings": 64,
     "rope_theta": 2e4,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0 + 0.1 * n for n in range(8)],
+    "long_factor": [1.5 + 0.7 * n for n in range(8)],
+    "rope_theta": 2e4,
+}
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -47,6 +54,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "llama-llama3": {"model_type": "llama", "rope_parameters": _LLAMA3},
     "llama-yarn": {"model_type": "llama", "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "llama-dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 8,  # shorter than the rows of the tests
+        "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 2e4},
+    },
+    "llama-longrope": {"model_type": "llama", "rope_parameters": _LONGROPE},
     "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": {**_YARN, "truncate": False}},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mistral-window": {"model_type": "mistral", "sliding_window": 8},

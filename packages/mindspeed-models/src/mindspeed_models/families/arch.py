@@ -12,15 +12,17 @@ class Rope:
     """Rotary position embedding (Su et al., 2021) and how it is stretched to longer contexts."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
-    original_max_positions: int = 0  # llama3, yarn: the context before it was stretched
+    original_max_positions: int = 0  # the context before it was stretched; dynamic: the longest that is not
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn: pairs that turn more often within the original context are kept
     beta_slow: float = 1.0  # yarn: pairs that turn less often are stretched by the whole factor
     truncate: bool = True  # yarn: the bounds between them are whole pairs
-    attention_factor: float = 1.0  # yarn: scales cosines and sines
+    attention_factor: float = 1.0  # yarn, longrope: scales cosines and sines
+    short_factor: tuple[float, ...] = ()  # longrope: divides the frequency of each pair, within the original context
+    long_factor: tuple[float, ...] = ()  # longrope: the same, in rows that are longer
 
     def __post_init__(self) -> None:
         if self.theta <= 0 or self.factor <= 0:
@@ -32,6 +34,10 @@ class Rope:
                 f"rotary embedding: llama3 needs 0 < low_freq_factor ({self.low_freq_factor:g}) < high_freq_factor "
                 f"({self.high_freq_factor:g}) and original_max_position_embeddings ({self.original_max_positions}) above 0"
             )
+        if self.kind in ("dynamic", "longrope") and self.original_max_positions < 1:
+            raise ModelError(f"rotary embedding: {self.kind} needs the length of the original context")
+        if self.kind == "longrope" and not all(value > 0 for value in (*self.short_factor, *self.long_factor)):
+            raise ModelError("rotary embedding: short_factor and long_factor must be above 0")
         if self.kind == "yarn" and not (
             0 < self.beta_slow <= self.beta_fast and self.original_max_positions > 0 and self.attention_factor > 0
         ):
@@ -41,9 +47,20 @@ class Rope:
                 f"({self.attention_factor:g}) above 0"
             )
 
-    def inverse_frequencies(self, dim: int) -> list[float]:
-        """Radians a position for each of the ``dim / 2`` pairs."""
-        plain = [self.theta ** -(2 * pair / dim) for pair in range(dim // 2)]
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies of a row depend on its length."""
+        return self.kind in ("dynamic", "longrope")
+
+    def inverse_frequencies(self, dim: int, length: int = 0) -> list[float]:
+        """Radians a position for each of the ``dim / 2`` pairs, in a row of ``length`` tokens."""
+        theta = self._dynamic_theta(dim, length) if self.kind == "dynamic" else self.theta
+        plain = [theta ** -(2 * pair / dim) for pair in range(dim // 2)]
+        if self.kind == "longrope":
+            divisors = self.long_factor if length > self.original_max_positions else self.short_factor
+            if len(divisors) != dim // 2:
+                raise ModelError(f"rotary embedding: longrope has {len(divisors)} factors for {dim // 2} pairs")
+            return [frequency / divisor for frequency, divisor in zip(plain, divisors, strict=True)]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
         if self.kind == "yarn":
@@ -51,6 +68,11 @@ class Rope:
             share = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(dim // 2)]
             return [f * (1 - part) + f / self.factor * part for f, part in zip(plain, share, strict=True)]
         return [self._llama3(frequency) for frequency in plain] if self.kind == "llama3" else plain
+
+    def _dynamic_theta(self, dim: int, length: int) -> float:
+        """Dynamic NTK scaling: the base grows with the length of a row beyond the original context."""
+        stretch = self.factor * max(length, self.original_max_positions) / self.original_max_positions
+        return self.theta * (stretch - (self.factor - 1)) ** (dim / (dim - 2))
 
     def _yarn_range(self, dim: int) -> tuple[float, float]:
         """YaRN (Peng et al., 2023): the pairs between which stretching sets in."""

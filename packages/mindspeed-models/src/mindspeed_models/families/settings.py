@@ -25,6 +25,7 @@ _GENERATION = ("temperature", "top_p", "top_k", "do_sample", "max_length", "min_
 _OTHER_HEADS = ("id2label", "label2id", "problem_type")  # of classifiers
 _FRESH_WEIGHTS = ("initializer_range",)
 HARMLESS = frozenset(_BOOKKEEPING + _STORAGE + _EXECUTION + _TOKENS + _GENERATION + _OTHER_HEADS + _FRESH_WEIGHTS)
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -96,15 +97,19 @@ class Settings:
                 "keep the one that is right"
             )
         fields: dict[str, Any] = {"theta": theta, "kind": kind}
-        if kind not in ("default", "linear", "llama3", "yarn"):
+        if kind not in _ROPE_KINDS:
             raise ModelError(
-                f"config.json: rope_type {kind!r} is not supported for {self.model_type}; use default, linear, llama3 or "
-                "yarn"
+                f"config.json: rope_type {kind!r} is not supported for {self.model_type}; there are "
+                f"{', '.join(_ROPE_KINDS)}"
             )
-        if kind != "default":
+        if kind not in ("default", "longrope"):
             fields["factor"] = float(given.pop("factor"))
-        if kind in ("llama3", "yarn"):
+        if kind in ("llama3", "yarn", "longrope"):
             fields["original_max_positions"] = int(given.pop("original_max_position_embeddings"))
+        if kind == "dynamic":
+            fields["original_max_positions"] = int(self.take("max_position_embeddings"))
+        if kind == "longrope":
+            fields |= _longrope(given, fields["original_max_positions"], self.take("max_position_embeddings"))
         if kind == "llama3":
             fields["low_freq_factor"] = float(given.pop("low_freq_factor"))
             fields["high_freq_factor"] = float(given.pop("high_freq_factor"))
@@ -160,6 +165,20 @@ def _yarn(given: dict[str, Any], factor: float) -> dict[str, Any]:
         attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_of_all)
     found["attention_factor"] = _yarn_scale(factor) if attention is None else float(attention)
     return found
+
+
+def _longrope(given: dict[str, Any], original: int, longest: int) -> dict[str, Any]:
+    """Take LongRoPE's own keys (Ding et al., 2024)."""
+    factor = given.pop("factor", None) or longest / original
+    attention = given.pop("attention_factor", None)
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "factor": float(factor),
+        "attention_factor": float(attention),
+        "short_factor": tuple(map(float, given.pop("short_factor"))),
+        "long_factor": tuple(map(float, given.pop("long_factor"))),
+    }
 
 
 def _yarn_scale(factor: float, weight: float = 1.0) -> float:

@@ -70,11 +70,17 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             pg_collection=pg,
             vp_stage=vp_stage,
         )
-        frequencies = torch.tensor(arch.rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
-        chunk.use_rotary(Rotary(frequencies, arch.rope.attention_factor))
+        chunk.use_rotary(_rotary(arch))
         _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
+
+
+def _rotary(arch: Arch) -> Rotary:
+    def at(length: int) -> torch.Tensor:
+        return torch.tensor(arch.rope.inverse_frequencies(arch.head_dim, length), dtype=torch.float32)
+
+    return Rotary(at(0), arch.rope.attention_factor, at if arch.rope.depends_on_length else None)
 
 
 def decoder_config(

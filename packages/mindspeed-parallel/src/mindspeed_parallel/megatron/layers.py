@@ -205,16 +205,29 @@ class Rotary(nn.Module):
     Half-split rotary (Su et al., 2021, in the layout of GPT-NeoX). Stands where GPTModel keeps its own.
     """
 
-    def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
-        """inverse_frequencies (D / 2,). ``attention_factor`` scales what is rotated, as YaRN does."""
+    def __init__(
+        self,
+        inverse_frequencies: Tensor,
+        attention_factor: float = 1.0,
+        at_length: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """inverse_frequencies (D / 2,). ``attention_factor`` scales what is rotated, as YaRN does.
+
+        ``at_length``: the frequencies of rows of a length, where they depend on it. The length of a batch is its largest
+        position plus one, as in transformers, and asking for it waits for the device.
+        """
         super().__init__()
+        self.at_length = at_length
         # Not a buffer: those are cast with the model, and angles in bfloat16 are wrong from a few hundred tokens on.
         self.inverse_frequencies = inverse_frequencies
         self.attention_factor = attention_factor
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, S, 1, D) in ``dtype`` of the angles at ``positions`` (B, S), which are in float32."""
-        angles = positions[..., None, None] * self.inverse_frequencies  # (B, S, 1, D / 2)
+        frequencies = self.inverse_frequencies
+        if self.at_length is not None:
+            frequencies = self.at_length(int(positions.max()) + 1).to(frequencies.device)
+        angles = positions[..., None, None] * frequencies  # (B, S, 1, D / 2)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
 
