@@ -1,6 +1,7 @@
 """The verifier itself: it accepts what is right in every layout, and names what is planted."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from mindspeed_models.testing import save_tiny, save_tiny_chat
 from mindspeed_models.weights.convert import to_megatron
 from mindspeed_models.weights.shards import Piece, save_pieces
 from mindspeed_models.weights.source import open_source
+from mindspeed_tools import verify as verify_module
 from mindspeed_tools.verify import verify
 
 pytestmark = pytest.mark.dist
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.dist
         ("llama-bias", "tp1,tp2,pp2,tp2pp2"),
         ("llama-6q3kv", "tp1,tp3"),
         ("llama-llama3", "tp2sp"),
+        ("llama-tied", "tp1,tp2,pp2"),
         ("llama-yarn", "tp1,tp2"),
         ("llama-dynamic", "tp1,pp2"),
         ("llama-longrope", "tp2"),
@@ -34,8 +37,9 @@ pytestmark = pytest.mark.dist
 )
 def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
     save_tiny(name, tmp_path / "hf")
-    report = verify(tmp_path / "hf", None, layouts=layouts)
+    report = verify(tmp_path / "hf", None, layouts=layouts, gradients=True)
     assert report.holds, report
+    assert all(0 < item.gradients <= 1e-10 for item in report.layouts)
     if layouts == "auto":
         assert [item.layout for item in report.layouts] == ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
 
@@ -46,6 +50,21 @@ def test_narrower_precisions_hold_their_own_bounds(tmp_path, precision):
     report = verify(tmp_path / "hf", None, layouts="tp1,tp2", precision=precision)
     assert report.holds, report
     assert all(item.logits > 1e-9 for item in report.layouts)  # it was not fp64
+
+
+def test_a_gradient_that_is_not_summed_over_ranks_is_named(tmp_path, monkeypatch):
+    save_tiny("qwen3", tmp_path / "hf")
+    monkeypatch.setattr(verify_module, "_GRADIENTS", "verify_faults:without_norm_reduction")
+    report = verify(tmp_path / "hf", None, layouts="tp2sp", gradients=True)
+    assert not report.holds
+    assert re.fullmatch(r"layout tp2sp: the gradient of model\.\S*norm\.weight differs by .*", report.first_failure)
+    assert report.layouts[0].logits < 1e-10
+
+
+def test_gradients_are_a_matter_of_fp64(tmp_path):
+    save_tiny("qwen3", tmp_path / "hf")
+    with pytest.raises(UserError, match="--gradients: they are compared in fp64"):
+        verify(tmp_path / "hf", None, gradients=True, precision="bf16")
 
 
 def test_a_layout_that_the_model_does_not_allow_is_refused(tmp_path):

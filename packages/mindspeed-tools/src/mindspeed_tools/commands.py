@@ -80,8 +80,11 @@ def inspect_command(path: Path, tensors: bool, as_json: bool) -> None:
     type=click.Choice(["fp64", "fp32", "bf16"]),
     help="Of both computations; each has its own bound.",
 )
+@click.option("--gradients", is_flag=True, help="Compare the gradient of every weight too (fp64).")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the report to a file.")
-def verify_command(model: Path, against: Path | None, layouts: str, precision: str, json_file: Path | None) -> None:
+def verify_command(
+    model: Path, against: Path | None, layouts: str, precision: str, gradients: bool, json_file: Path | None
+) -> None:
     """Compare MODEL, as transformers computes it, with its checkpoint, as megatron-core computes it.
 
     Every tensor through the weight rules bit for bit, every key of the configuration, and logits and losses at all
@@ -93,7 +96,7 @@ def verify_command(model: Path, against: Path | None, layouts: str, precision: s
         raise UserError("verify: it runs the model with megatron-core; install mindspeed-tools[megatron]")
     from .verify import verify
 
-    report = verify(model, against, layouts=layouts, precision=precision, say=click.echo)
+    report = verify(model, against, layouts=layouts, precision=precision, gradients=gradients, say=click.echo)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if not report.holds:

@@ -6,6 +6,7 @@ compared module by module, and the first that differs is named.
 """
 
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ import torch
 from mindspeed_kernels.errors import UserError
 from mindspeed_models.families import Arch
 from mindspeed_models.weights.convert import to_megatron
+from mindspeed_models.weights.shards import Box, Shards
 from mindspeed_models.weights.source import CheckpointSource, Source, open_source, read_config
 from mindspeed_parallel.layout import Layout, parse_layout
 from mindspeed_runtime.launch import Pool
@@ -26,6 +28,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}  # of logits and losses, relative to t
 _HARMLESS = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures")
 _REFERENCE = "mindspeed_tools.verify_rank:reference"
 _COMPUTED = "mindspeed_tools.verify_rank:computed"
+_GRADIENTS = "mindspeed_tools.verify_rank:gradients"
 _PRELOAD = ("mindspeed_train.preload",)
 _TIMEOUT_S = 900.0
 
@@ -38,13 +41,15 @@ class LayoutReport:
     logits: float  # largest difference, relative to the largest reference value
     loss: float
     tolerance: float
+    gradients: float | None = None  # largest difference of a gradient, relative to its largest value; None: not asked
+    gradient: str | None = None  # the tensor that it is of
     first: str | None = None  # the first module that differs, in the order of a forward pass
     modules: dict[str, float] = field(default_factory=dict)  # differences, where they were asked for
 
     @property
     def holds(self) -> bool:
         """Within the tolerance; what is not a number never is."""
-        return all(math.isfinite(x) and x <= self.tolerance for x in (self.logits, self.loss))
+        return all(math.isfinite(x) and x <= self.tolerance for x in (self.logits, self.loss, self.gradients or 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,8 @@ class Report:
             more = len(self.differing_tensors) - 1
             return f"tensor {self.differing_tensors[0]}" + (f" (and {more} more)" if more else "")
         for item in self.layouts:
+            if not item.holds and item.first is None and item.gradients is not None:
+                return f"layout {item.layout}: the gradient of {item.gradient} differs by {item.gradients:.1e}"
             if not item.holds:
                 worst = max(item.logits, item.loss)
                 return f"layout {item.layout}: differs by {worst:.1e}, first in {item.first}"
@@ -87,9 +94,15 @@ def verify(
     *,
     layouts: str = "auto",
     precision: str = "fp64",
+    gradients: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Compare ``model`` with its checkpoint ``against``, or with a conversion made for the purpose."""
+    """Compare ``model`` with its checkpoint ``against``, or with a conversion made for the purpose.
+
+    ``gradients``: those of every weight too, in fp64.
+    """
+    if gradients and precision != "fp64":
+        raise UserError(f"--gradients: they are compared in fp64, not in {precision}; leave --precision out")
     source = open_source(model)
     chosen = choose_layouts(source.arch, layouts)
     with tempfile.TemporaryDirectory(prefix="mindspeed-verify-") as folder:
@@ -105,7 +118,7 @@ def verify(
         say("configuration  equal")
         count, tensors = _differing_tensors(source, open_source(against))
         say(f"tensors        {'DIFFERS  ' + tensors[0] if tensors else f'equal, all {count} bit for bit'}")
-        reports = _computed(source, against, chosen, precision, Path(folder), say)
+        reports = _computed(source, against, chosen, precision, gradients, Path(folder), say)
     return Report(
         precision=precision, tensors=count, differing_tensors=tensors, differing_keys=keys, layouts=tuple(reports)
     )
@@ -171,22 +184,54 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _computed(
-    source: Source, against: Path, layouts: Sequence[Layout], precision: str, folder: Path, say: Callable[[str], None]
+    source: Source,
+    against: Path,
+    layouts: Sequence[Layout],
+    precision: str,
+    gradients: bool,
+    folder: Path,
+    say: Callable[[str], None],
 ) -> list[LayoutReport]:
     assert isinstance(open_source(against), CheckpointSource)
     reports = []
     size = max(layout.ranks for layout in layouts)
     with Pool(size, preload=_PRELOAD, log_dir=folder / "logs") as pool:
-        tolerance = pool.run(_REFERENCE, source.path, precision, folder, nproc=1, timeout_s=_TIMEOUT_S)[0]
+        tolerance = pool.run(_REFERENCE, source.path, precision, folder, gradients, nproc=1, timeout_s=_TIMEOUT_S)[0]
         tolerance = TOLERANCE.get(precision, tolerance)
         for layout in layouts:
             arguments = (against, layout, precision, folder, tolerance)
             found = pool.run(_COMPUTED, *arguments, nproc=layout.ranks, timeout_s=_TIMEOUT_S)[0]
+            if gradients:
+                here = folder / f"gradients-{layout}"
+                pool.run(_GRADIENTS, against, layout, here, nproc=layout.ranks, timeout_s=_TIMEOUT_S)
+                found["gradients"], found["gradient"] = _compare_gradients(source, here, folder / "gradients.pt")
+                shutil.rmtree(here)
             reports.append(LayoutReport(layout=str(layout), tolerance=tolerance, **found))
-            item = reports[-1]
-            where = "" if item.holds else f"  first in {item.first}"
-            word = "equal" if item.holds else "DIFFERS"
-            say(
-                f"{item.layout:<14} {word}  logits {item.logits:.1e}, loss {item.loss:.1e} (bound {tolerance:.1e}){where}"
-            )
+            say(_line(reports[-1]))
     return reports
+
+
+def _compare_gradients(source: Source, ours: Path, theirs: Path) -> tuple[float, str]:
+    """The largest relative difference of a gradient, and the Hugging Face tensor that it is of."""
+    shards, expected = Shards(ours), torch.load(theirs, mmap=True)
+    worst = (0.0, "")
+    for name, rule in source.rules.items():
+        whole = torch.empty(rule.shape, dtype=torch.float64)
+        shards.load([(Box.of_whole(name, rule.shape), whole)])
+        for hf, part in zip(rule.hf, rule.unpack(whole), strict=True):
+            if hf not in expected:
+                return math.inf, f"{hf} (transformers has none)"
+            scale = float(expected[hf].abs().max()) or 1.0
+            difference = float((part - expected[hf]).abs().max()) / scale
+            if not difference <= worst[0]:  # also when it is not a number
+                worst = (difference, hf)
+    return worst
+
+
+def _line(item: LayoutReport) -> str:
+    gradients = "" if item.gradients is None else f", gradients {item.gradients:.1e}"
+    figures = f"logits {item.logits:.1e}, loss {item.loss:.1e}{gradients} (bound {item.tolerance:.1e})"
+    where = ""
+    if not item.holds:
+        where = f"  first in {item.first}" if item.first else f"  gradient of {item.gradient}"
+    return f"{item.layout:<14} {'equal' if item.holds else 'DIFFERS'}  {figures}{where}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from mindspeed_kernels.reference import fp64, untouched
 from mindspeed_models.weights.gguf import GGUFSource
+from mindspeed_models.weights.shards import Piece, save_pieces
 from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import Layout
 from mindspeed_runtime.data.batch import Batch
@@ -25,6 +26,7 @@ from mindspeed_train.session import Session, open_session
 from torch import Tensor, nn
 
 ROWS, LENGTH = 2, 64
+GRADIENTS = "gradients.pt"  # those of transformers, by its names
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = {
     "input_layernorm": "input_layernorm",
@@ -34,11 +36,14 @@ _OURS = {
 }
 
 
-def reference(rank: Rank, model: Path, precision: str, folder: Path) -> float:
+def reference(rank: Rank, model: Path, precision: str, folder: Path, gradients: bool) -> float:
     """Run the transformers model and write its activations; returns the tolerance that bf16 deserves.
 
-    That is twice the error that transformers' own bf16 makes against fp64.
+    That is twice the error that transformers' own bf16 makes against fp64. ``gradients``: write those of the mean loss
+    too, in fp64.
     """
+    if gradients:
+        torch.save(_transformers_gradients(model), folder / GRADIENTS)
     exact = _transformers(model, "fp64" if precision != "fp32" else "fp32")
     torch.save(exact, folder / "reference.pt")
     if precision != "bf16":
@@ -67,6 +72,33 @@ def computed(
     modules = {name: _difference(expected[name], everything[name]) for name in expected if name in everything}
     first = next((name for name, value in modules.items() if not value <= tolerance), None)
     return {**found, "modules": modules, "first": first}
+
+
+def gradients(rank: Rank, checkpoint: Path, layout: Layout, folder: Path) -> None:
+    """Write the gradients of the mean loss in ``layout`` below ``folder``, as pieces of the whole tensors."""
+    with open_session(rank, _recipe(checkpoint, layout, "fp64"), reference=True) as session:
+        engine = session.engine
+        engine.forward_backward(0, engine.repeated(_batch(session.arch.vocab)))
+        if engine.is_main:
+            folder.mkdir()
+        engine.share(None)
+        found: list[Piece] = []
+        for parameter, pieces in engine.pieces().items():
+            flat = parameter.main_grad.view(-1)  # pyright: ignore[reportAttributeAccessIssue]  megatron-core's
+            for piece in pieces:
+                if piece.is_main:
+                    view = flat[piece.start : piece.start + piece.tensor.numel()].view(piece.box.shape)
+                    found.append(Piece(box=piece.box, dtype=view.dtype, fill=view))
+        save_pieces(folder, found)
+
+
+def _transformers_gradients(path: Path) -> dict[str, Tensor]:
+    with fp64():
+        model = _load(path, torch.float64)
+        batch = _batch(model.config.vocab_size)
+        logits = model(input_ids=batch.tokens, use_cache=False).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def _recipe(checkpoint: Path, layout: Layout, precision: str) -> Recipe:

@@ -63,7 +63,7 @@ class MegatronModel:
         positions = torch.arange(length).expand(rows, -1).contiguous()
         batch = Batch(tokens, torch.full_like(tokens, IGNORE), positions, None)
         found: list[Tensor] = []
-        self._schedule_call(self._repeated(batch), forward_only=True, step=partial(_logits_step, self.device, found))
+        self._schedule_call(self.repeated(batch), forward_only=True, step=partial(_logits_step, self.device, found))
         if self.groups.is_last_stage:
             parts = [torch.empty_like(found[0]) for _ in range(self.groups.layout.tensor)]
             dist.all_gather(parts, found[0].contiguous(), group=self.groups.pg.tp)
@@ -75,7 +75,7 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.eval()
         found: list[Tensor] = []
-        self._schedule_call(self._repeated(batch), forward_only=True, step=partial(_token_step, self.device, found))
+        self._schedule_call(self.repeated(batch), forward_only=True, step=partial(_token_step, self.device, found))
         return self._from_last_stage(found, tuple(batch.tokens.shape))
 
     def save_weights(self, folder: Path) -> None:
@@ -107,7 +107,7 @@ class MegatronModel:
         """Where each local parameter lies in the whole tensors."""
         return local_pieces(self.chunks, self.num_tokens, self.groups.pg)
 
-    def _repeated(self, batch: Batch) -> list[Batch]:
+    def repeated(self, batch: Batch) -> list[Batch]:
         """One batch, as often as the interleaved schedule wants micro-batches."""
         layout = self.groups.layout
         return [batch] * (layout.pipeline if layout.virtual > 1 else 1)
