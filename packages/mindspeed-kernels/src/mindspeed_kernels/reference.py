@@ -55,14 +55,14 @@ def fp64() -> Iterator[None]:
         torch.set_default_dtype(torch.float64)
         torch._dynamo.config.disable = True  # compiled regions would keep their own dtypes
         for engine in engines:
-            engine._engine_run_backward = run_in_mode
+            engine._engine_run_backward = run_in_mode  # pyright: ignore[reportAttributeAccessIssue]
         with mode:
             yield
     finally:
         torch.set_default_dtype(default)
         torch._dynamo.config.disable = compiled
         for engine in engines:
-            engine._engine_run_backward = run_backward
+            engine._engine_run_backward = run_backward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def untouched() -> contextlib.AbstractContextManager[None]:

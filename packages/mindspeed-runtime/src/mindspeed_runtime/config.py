@@ -242,9 +242,9 @@ def _anchor(tree: dict[str, Any], base: Path) -> None:
         holder = tree.get(section)
         value = holder.get(name) if isinstance(holder, dict) else None
         if isinstance(value, list):
-            holder[name] = [str(base / item) if isinstance(item, str) else item for item in value]
+            holder[name] = [str(base / item) if isinstance(item, str) else item for item in value]  # pyright: ignore[reportOptionalSubscript]
         elif isinstance(value, str) and (key != "model.path" or (base / value).exists()):
-            holder[name] = str(base / value)
+            holder[name] = str(base / value)  # pyright: ignore[reportOptionalSubscript]
 
 
 def _explained(item: Any, origins: Mapping[str, str]) -> str:

@@ -126,7 +126,7 @@ class Pool:
             process = self._context.Process(target=_work, args=(theirs, number, log, threads), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(_Worker(process=process, connection=ours))
+            self._workers.append(_Worker(process=process, connection=ours))  # pyright: ignore[reportArgumentType]  a PipeConnection is one
 
     def _collect(self, nproc: int, timeout_s: float | None) -> list[Any]:
         pending = dict(enumerate(self._workers[:nproc]))

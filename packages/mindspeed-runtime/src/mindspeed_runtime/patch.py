@@ -74,7 +74,7 @@ def source_of(original: Any) -> str:
     if isinstance(inner, property):
         inner = inner.fget
     try:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))  # pyright: ignore[reportArgumentType]
     except (TypeError, OSError) as error:
         raise PatchError(f"{original!r} has no source to compare with: {error}") from error
 

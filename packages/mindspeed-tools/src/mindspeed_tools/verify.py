@@ -196,8 +196,8 @@ def _computed(
     reports = []
     size = max(layout.ranks for layout in layouts)
     with Pool(size, preload=_PRELOAD, log_dir=folder / "logs") as pool:
-        tolerance = pool.run(_REFERENCE, source.path, precision, folder, gradients, nproc=1, timeout_s=_TIMEOUT_S)[0]
-        tolerance = TOLERANCE.get(precision, tolerance)
+        deserved = pool.run(_REFERENCE, source.path, precision, folder, gradients, nproc=1, timeout_s=_TIMEOUT_S)[0]
+        tolerance = TOLERANCE[precision] if precision in TOLERANCE else float(deserved)
         for layout in layouts:
             arguments = (against, layout, precision, folder, tolerance)
             found = pool.run(_COMPUTED, *arguments, nproc=layout.ranks, timeout_s=_TIMEOUT_S)[0]

@@ -157,7 +157,8 @@ def _watched(session: Session) -> Iterator[dict[str, Tensor]]:
     """Outputs of this rank's modules during the block, as (B, S, ...)."""
     seen: dict[str, Tensor] = {}
     handles = []
-    for chunk in session.model.chunks:
+    chunks: list[Any] = session.model.chunks
+    for chunk in chunks:
         watched = [("embedding", getattr(chunk, "embedding", None)), ("final_layernorm", chunk.decoder.final_layernorm)]
         for layer in chunk.decoder.layers:
             watched += [(f"layers.{layer.layer_number - 1}.{name}", getattr(layer, name)) for name in _OURS.values()]

@@ -41,7 +41,7 @@ class MegatronEngine(MegatronModel):
     ) -> None:
         self.options = options
         config = chunks[0].config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = finalize_model_grads  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]  the TransformerConfig
         wrapped = [_wrapped(chunk, options, groups) for chunk in chunks]
         super().__init__(wrapped, groups=groups, device=device, dtype=options.dtype, num_tokens=options.num_tokens)
         self.optimizer: MegatronOptimizer = build_optimizer(
@@ -68,7 +68,7 @@ class MegatronEngine(MegatronModel):
         self.groups.seed(mixed(self.options.seed, step, self.groups.data_rank))
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]  wrapped by _wrapped
         self.optimizer.zero_grad()
         self._run(batches, forward_only=False)
 
@@ -99,4 +99,4 @@ def _wrapped(chunk: torch.nn.Module, options: EngineOptions, groups: Groups) -> 
         use_distributed_optimizer=options.distributed_optimizer,
         check_for_nan_in_grad=False,  # a step whose gradient norm is not finite is skipped by all ranks together
     )
-    return DistributedDataParallel(chunk.config, ddp, chunk, pg_collection=groups.pg)
+    return DistributedDataParallel(chunk.config, ddp, chunk, pg_collection=groups.pg)  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ class MegatronModel:
         self.device = device
         self.dtype = dtype
         self.num_tokens = num_tokens
-        self.config: TransformerConfig = chunks[0].config
+        self.config: TransformerConfig = chunks[0].config  # pyright: ignore[reportAttributeAccessIssue]
         self._schedule = get_forward_backward_func()
         self._loss_sum = 0.0
         self._num_trained = 0.0

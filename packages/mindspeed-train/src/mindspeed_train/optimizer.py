@@ -79,7 +79,10 @@ def build_optimizer(
     )
     # An empty mapping decays every parameter; None is megatron-core's rule that spares vectors.
     return get_megatron_optimizer(
-        options, list(chunks), config_overrides={} if config.decay_1d else None, use_gloo_process_groups=False
+        options,
+        list(chunks),  # pyright: ignore[reportArgumentType]  wrapped, they are modules
+        config_overrides={} if config.decay_1d else None,
+        use_gloo_process_groups=False,
     )
 
 
@@ -95,7 +98,7 @@ def apply_update(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: floa
     if config.clip is not None:
         for part in _parts(optimizer):
             if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=config.clip, total_norm=norm)
+                clip_grad_by_total_norm_fp32(parameters, max_norm=config.clip, total_norm=norm)  # pyright: ignore[reportArgumentType]  a list of parameters is one of tensors
     optimizer.step_with_ready_grads()
     return Update(grad_norm=norm, applied=True)
 

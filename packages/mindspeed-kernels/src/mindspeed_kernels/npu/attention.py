@@ -8,7 +8,7 @@ import functools
 import math
 
 import torch
-import torch_npu
+import torch_npu  # pyright: ignore[reportMissingImports]  an extra, on Ascend alone
 from torch import Tensor
 
 from ..ops.attention import visible

@@ -1,6 +1,6 @@
 """Rotary embedding on Ascend."""
 
-import torch_npu
+import torch_npu  # pyright: ignore[reportMissingImports]  an extra, on Ascend alone
 from torch import Tensor
 
 

@@ -1,5 +1,8 @@
 """Gated activations."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -12,7 +15,7 @@ def swiglu(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def _npu() -> object:
+def _npu() -> Callable[..., Any]:
     from ..npu.activation import swiglu as npu
 
     return npu

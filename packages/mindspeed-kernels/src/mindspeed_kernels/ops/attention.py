@@ -1,6 +1,8 @@
 """Softmax attention.   Letters: B batch, S query tokens, T key tokens, H query heads, K kv heads, D head dim."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +73,7 @@ def sdpa(
     return out.transpose(1, 2)
 
 
-def _npu() -> object:
+def _npu() -> Callable[..., Any]:
     from ..npu.attention import attention as npu
 
     return npu

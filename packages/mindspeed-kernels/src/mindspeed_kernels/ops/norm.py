@@ -1,5 +1,8 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def _npu() -> object:
+def _npu() -> Callable[..., Any]:
     from ..npu.norm import rms_norm as npu
 
     return npu

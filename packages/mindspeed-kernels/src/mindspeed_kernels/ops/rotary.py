@@ -1,5 +1,8 @@
 """Rotary position embedding (Su et al., 2021), half-split as in GPT-NeoX."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _npu() -> object:
+def _npu() -> Callable[..., Any]:
     from ..npu.rotary import rotary as npu
 
     return npu

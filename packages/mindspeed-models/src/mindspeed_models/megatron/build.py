@@ -56,11 +56,11 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
         block = TransformerBlockSubmodules(
             layer_specs=[layer] * num_layers,
-            layer_norm=Norm,
+            layer_norm=Norm,  # pyright: ignore[reportArgumentType]  a class does as well
         )
         chunk = Decoder(
             config,
-            block,
+            block,  # pyright: ignore[reportArgumentType]  a block's layers are a spec too
             vocab_size=padded_vocabulary(arch.vocab, layout.tensor),
             max_sequence_length=options.max_length or arch.max_positions,
             pre_process=first,

@@ -44,7 +44,7 @@ class LocalPiece:
 def unwrapped(chunk: torch.nn.Module) -> MegatronModule:
     """The model inside data-parallel and mixed-precision wrappers."""
     while hasattr(chunk, "module"):
-        chunk = chunk.module
+        chunk = chunk.module  # pyright: ignore[reportAssignmentType]
     assert isinstance(chunk, MegatronModule)
     return chunk
 
@@ -120,4 +120,4 @@ def _piece(parameter: torch.nn.Parameter, sharded: ShardedTensor, num_tokens: in
             return None  # nothing but padding
         data, shape, whole = data[:rows], (rows, *shape[1:]), (num_tokens, *whole[1:])
     box = Box(key=sharded.key, whole=whole, offset=tuple(sharded.global_offset), shape=shape)
-    return LocalPiece(box=box, start=start, tensor=data.detach(), replica=tuple(sharded.replica_id))
+    return LocalPiece(box=box, start=start, tensor=data.detach(), replica=tuple(sharded.replica_id))  # pyright: ignore[reportArgumentType]

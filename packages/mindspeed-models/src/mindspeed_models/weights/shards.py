@@ -241,7 +241,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing to do: ``resolve_tensor`` handed out views of the targets."""
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:  # pyright: ignore[reportIncompatibleMethodOverride]  torch names it new_plan in one place
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:

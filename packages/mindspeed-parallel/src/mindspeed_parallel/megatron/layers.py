@@ -64,7 +64,7 @@ class Norm(nn.Module):
         super().__init__()
         assert config.normalization == "RMSNorm" and config.kernels is not None
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]  read by megatron-core
         self.eps = eps
         self.kernel = config.kernels.rms_norm
 
@@ -114,7 +114,7 @@ class CoreAttention(nn.Module):
         documents, turns = packed_seq_params.documents, packed_seq_params.turns
         dropout = self.dropout if self.training else 0.0
         # Each tensor rank drops other elements: its heads are its own.
-        fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()  # pyright: ignore[reportOptionalMemberAccess]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         q, k = self.rotary(q, *turns), self.rotary(k, *turns)
         with fork:
@@ -175,10 +175,10 @@ def dense_layer(
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             # The names that megatron-core's own layers have in checkpoints, fused with Transformer Engine or not.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -279,7 +279,7 @@ class Decoder(GPTModel):
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         local = logits.shape[-1]
-        true = self.config.num_tokens - local * self.pg_collection.tp.rank()
+        true = self.config.num_tokens - local * self.pg_collection.tp.rank()  # pyright: ignore[reportAttributeAccessIssue]  of DecoderConfig
         if true >= local:
             return logits
         padding = torch.arange(local, device=logits.device) >= true
