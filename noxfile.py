@@ -100,16 +100,16 @@ def siblings(project: dict[str, Any]) -> list[tuple[str, Requirement]]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of all packages and across them, but for the simulated Ascend."""
+    """All tests of all packages and across them, but for the simulated Ascend and the commands of the guides."""
     sync(session)
-    run(session, "pytest", "-m", "not npu", *(session.posargs or ["tests", "packages"]))
+    run(session, "pytest", "-m", "not npu and not guides", *(session.posargs or ["tests", "packages"]))
 
 
 @nox.session
 def quick(session: nox.Session) -> None:
     """The tests that need neither a real model nor long: under four minutes."""
     sync(session)
-    run(session, "pytest", "-m", "not npu and not slow", *(session.posargs or ["tests", "packages"]))
+    run(session, "pytest", "-m", "not npu and not guides and not slow", *(session.posargs or ["tests", "packages"]))
 
 
 @nox.session
@@ -130,7 +130,7 @@ def patches(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", python="3.11")
 def docs(session: nox.Session) -> None:
-    """Build the documentation site into site/; a broken link, a page outside the nav or a wrong command fails it."""
+    """Build the documentation into site/ and run the guides' commands; a broken link or command fails it."""
     here = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location, "VIRTUAL_ENV": None}
     session.run(
         UV, "sync", "--quiet", "--all-packages", "--no-default-groups", "--group", "docs", external=True, env=here
@@ -140,6 +140,8 @@ def docs(session: nox.Session) -> None:
     session.run("python", "checks/command_lines.py")
     session.run("python", "checks/docs_control.py", env=quiet)
     session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env=quiet)
+    sync(session)
+    run(session, "pytest", "-m", "guides", "tests/test_docs.py")
 
 
 @nox.session(venv_backend="uv", python="3.11")

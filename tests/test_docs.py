@@ -189,7 +189,7 @@ def quickstart(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.guides
 @pytest.mark.dist
 @pytest.mark.timeout(1800)
 def test_the_guides_work_as_they_are_written(quickstart):
