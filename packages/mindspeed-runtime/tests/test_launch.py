@@ -50,6 +50,16 @@ def test_ranks_are_reused_and_each_run_has_a_world_of_its_own(pool):
     assert [pid for *_, pid in first][:2] == [pid for *_, pid in second]
 
 
+def test_a_rank_that_ends_while_it_is_signalled_is_no_error(monkeypatch):
+    with Pool(2) as pool:
+        pool.run(_sum, 1, nproc=2)
+        first = pool._workers[0].process
+        os.kill(first.pid, signal.SIGKILL)
+        first.join()
+        monkeypatch.setattr(type(first), "is_alive", lambda self: True)
+        pool.signal(signal.SIGTERM)
+
+
 class _Holder:
     """Refers to itself and to a process group, as models do."""
 

@@ -103,7 +103,8 @@ class Pool:
         """Send a signal to every living rank."""
         for worker in self._workers:
             if worker.process.pid is not None and worker.process.is_alive():
-                os.kill(worker.process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(worker.process.pid, number)
 
     def close(self) -> None:
         """End every process."""
