@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = "packages/*/src/**"
 # The homes of device names: whoever else needs one asks mindspeed_kernels.device.
@@ -64,9 +66,27 @@ def text_findings(text: str) -> Iterator[tuple[int, str]]:
             yield number, "names a path of one machine"
 
 
+def doubled_keys(text: str) -> Iterator[tuple[int, str]]:
+    """Keys that a YAML mapping holds twice: readers take the last and say nothing."""
+    waiting = [yaml.compose(text)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if key.value in seen:
+                    yield key.start_mark.line + 1, f"has the key {key.value!r} twice; the first is lost"
+                seen.add(key.value)
+                waiting.append(value)
+
+
 def findings(path: str, text: str) -> list[str]:
     """All findings in one file; `path` is relative to the root, with slashes."""
     found = [] if path.startswith("checks/") or path == "tests/test_checks.py" else list(text_findings(text))
+    if path.endswith((".yaml", ".yml")):
+        found += list(doubled_keys(text))
     if path.endswith(".py") and fnmatch(path, SOURCES):
         tree = ast.parse(text)
         found += list(long_functions(tree))

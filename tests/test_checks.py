@@ -41,6 +41,14 @@ def test_what_only_looks_like_a_fault_is_left_alone(text):
     assert sources.findings(SOURCE, text) == []
 
 
+def test_a_key_that_stands_twice_in_yaml_is_found_at_any_depth():
+    text = "a: 1\nb:\n  - c: {x: 1}\n    d: 2\n    c: 3\na: 4\n"
+    assert sources.findings("mkdocs.yml", text) == [
+        "mkdocs.yml:5: has the key 'c' twice; the first is lost",
+        "mkdocs.yml:6: has the key 'a' twice; the first is lost",
+    ]
+
+
 def test_device_names_have_their_homes():
     text = 'x.to("cuda")\n'
     assert sources.findings(DEVICE_HOME, text) == []

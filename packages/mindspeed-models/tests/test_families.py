@@ -9,6 +9,7 @@ import torch
 from mindspeed_models.errors import ModelError
 from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
 from mindspeed_models.families.settings import HARMLESS
+from mindspeed_models.megatron.build import rotary
 from mindspeed_models.testing import TINY, tiny_config, tiny_model
 
 BASE = {
@@ -80,6 +81,7 @@ def test_the_description_is_what_transformers_builds(name):
         ({"rope_parameters": {**YARN, "mscale": 0.7}}, 1e4),
         ({"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": None}}, 1e4),
         ({"rope_parameters": {**YARN, "factor": 1.0}}, 1e4),
+        ({"rope_parameters": {**YARN, "factor": None}}, 1e4),
         ({"rope_parameters": {**YARN, "original_max_position_embeddings": 3}}, 1e4),
     ],
 )
@@ -107,16 +109,20 @@ def test_every_spelling_of_the_rotary_embedding_gives_the_frequencies_of_transfo
     ],
 )
 def test_frequencies_that_depend_on_the_length_are_those_of_transformers(rope, length):
+    """Also in a document that others share a row with: 5 tokens before it, and 70 after."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = {**BASE, "model_type": "llama", "max_position_embeddings": 64, "rope_parameters": {**rope, "rope_theta": 2e4}}
-    ours = describe(raw)[1].rope
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).model.rotary_emb
-    cos, _ = theirs(torch.zeros(1), torch.arange(length)[None])
-    frequencies = torch.tensor(ours.inverse_frequencies(16, length), dtype=torch.float64)
-    torch.testing.assert_close(frequencies, theirs.inv_freq.double(), rtol=2e-6, atol=0)
+    expected = theirs(torch.zeros(1), torch.arange(length)[None])
+    ours = rotary(describe(raw)[1])
     assert theirs.attention_scaling == pytest.approx(ours.attention_factor, rel=1e-12)
-    assert float(cos[0, 0, 0]) == pytest.approx(ours.attention_factor, rel=1e-6)
+    alone = ours.turns(torch.arange(length)[None], torch.float32)
+    packed = torch.cat([torch.arange(size) for size in (5, length, 70)])
+    neighbours = ours.turns(torch.stack((packed, torch.arange(len(packed)))), torch.float32)
+    for turn, packed_turn, wanted in zip(alone, neighbours, expected, strict=True):
+        torch.testing.assert_close(turn[:, :, 0], wanted, rtol=0, atol=length * 2e-6)
+        assert torch.equal(packed_turn[0, 5 : 5 + length], turn[0])
 
 
 def test_frequencies_are_exact_in_double_precision():
@@ -135,6 +141,16 @@ def test_frequencies_are_exact_in_double_precision():
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_parameters": {**YARN, "beta_fast": 0.5}}, r"beta_slow \(1\) <= beta_fast"),
         ({"rope_parameters": {**YARN, "short_factor": [1.0]}}, "rope_parameters.short_factor"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "theta 1 must be above 1"),
+        ({"rope_parameters": {**YARN, "mscale": "a", "mscale_all_dim": 1.0}}, "mscale is 'a'; it must be a number"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'; it must be a number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor is None; it must be a number"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim of at least 4, not 2"),
+        ({"rope_parameters": {**LONGROPE, "short_factor": [1.0]}}, "short_factor has 1 values for 8 pairs"),
+        ({"rope_parameters": {**LONGROPE, "long_factor": [1.0]}}, "long_factor has 1 values for 8 pairs"),
+        ({"rope_parameters": {**LONGROPE, "long_factor": 1.0}}, "no len"),
+        ({"rope_parameters": {**LONGROPE, "long_factor": ["a"] * 8}}, "long_factor is 'a'; it must be a number"),
+        ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 1}}, r"original context \(1\), at least 2"),
         ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta=1000000.0 contra"),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_scaling contradict"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

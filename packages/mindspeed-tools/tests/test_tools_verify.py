@@ -1,6 +1,7 @@
 """The verifier itself: it accepts what is right in every layout, and names what is planted."""
 
 import json
+import math
 import re
 import shutil
 
@@ -13,6 +14,7 @@ from mindspeed_models.weights.shards import Piece, save_pieces
 from mindspeed_models.weights.source import open_source
 from mindspeed_tools import verify as verify_module
 from mindspeed_tools.verify import verify
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.dist
 
@@ -59,6 +61,23 @@ def test_a_gradient_that_is_not_summed_over_ranks_is_named(tmp_path, monkeypatch
     assert not report.holds
     assert re.fullmatch(r"layout tp2sp: the gradient of model\.\S*norm\.weight differs by .*", report.first_failure)
     assert report.layouts[0].logits < 1e-10
+
+
+def test_a_gradient_that_one_side_alone_has_is_named(converted):
+    """Weights stand for gradients here: both are compared by the same names."""
+    source, theirs = open_source(converted / "hf"), converted / "gradients.pt"
+    whole = {name: tensor.double() for name, tensor in load_file(converted / "hf" / "model.safetensors").items()}
+    compare = verify_module._compare_gradients
+    torch.save(whole, theirs)
+    assert compare(source, converted / "ck" / "model", theirs) == (0.0, "")
+    torch.save({**whole, "model.extra.weight": torch.ones(3)}, theirs)
+    assert compare(source, converted / "ck" / "model", theirs) == (
+        math.inf,
+        "model.extra.weight (of transformers alone)",
+    )
+    del whole["model.norm.weight"]
+    torch.save(whole, theirs)
+    assert compare(source, converted / "ck" / "model", theirs) == (math.inf, "model.norm.weight (ours alone)")
 
 
 def test_gradients_are_a_matter_of_fp64(tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 import training_ranks as ranks
 from mindspeed_models.plan import make_plan
-from mindspeed_models.testing import save_tiny, save_tiny_chat
+from mindspeed_models.testing import TINY, save_tiny, save_tiny_chat
 from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import parse_layout
 from mindspeed_runtime.config import ConfigError, build_recipe
@@ -32,6 +32,10 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     for name in ("qwen3", "llama-tied", "llama-5L"):
         save_tiny_chat(name, folder / name)
+    # 12 tokens: the second document of packed_leak is longer, the first is not.
+    save_tiny_chat("llama-dynamic", folder / "llama-dynamic", max_position_embeddings=12)
+    rope = {**TINY["llama-longrope"]["rope_parameters"], "original_max_position_embeddings": 12}
+    save_tiny_chat("llama-longrope", folder / "llama-longrope", rope_parameters=rope)
     with (folder / "rows.jsonl").open("w") as file:
         for question, answer in ROWS:
             roles = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -225,9 +229,14 @@ def test_rotary_frequencies_stay_exact_in_a_bf16_model(made, pool):
     assert (frequencies, weights) == ("torch.float32", {"torch.bfloat16"})
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2sp", "pp2"])
-def test_nothing_passes_between_packed_documents(made, pool, layout):
-    leak, leaks, apart = pool.run(ranks.packed_leak, _recipe(made, layout=layout), nproc=parse_layout(layout).ranks)[0]
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3", "tp1"), ("qwen3", "tp2sp"), ("qwen3", "pp2"), ("llama-dynamic", "tp1"), ("llama-longrope", "pp2")],
+)
+def test_nothing_passes_between_packed_documents(made, pool, name, layout):
+    """The rotary embeddings of the last two depend on a length, which is that of the document."""
+    recipe = _recipe(made, name, layout)
+    leak, leaks, apart = pool.run(ranks.packed_leak, recipe, nproc=parse_layout(layout).ranks)[0]
     assert leak == 0.0
     assert leaks > 1e-3  # without document numbers it does pass
     assert apart < 1e-13

@@ -180,19 +180,22 @@ def rotary_dtype(rank, recipe):
 
 
 def packed_leak(rank, recipe):
-    """Largest change in the second document's logits when a token of the first changes."""
+    """Largest change in the second document's losses when a token of the first changes; and of both when they are alone."""
     with open_session(rank, recipe, reference=True) as session:
         engine = session.engine
         tokens = torch.randint(3, 300, (1, 24), generator=torch.Generator().manual_seed(1))
         positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
         documents = torch.tensor([[1] * 10 + [2] * 14], dtype=torch.int32)
-        alone = Batch(tokens[:, 10:], tokens[:, 10:], torch.arange(14)[None], None)
+        first = Batch(tokens[:, :10], tokens[:, :10], torch.arange(10)[None], None)
+        second = Batch(tokens[:, 10:], tokens[:, 10:], torch.arange(14)[None], None)
         together = Batch(tokens, tokens, positions, documents)
         changed = dataclasses.replace(together, tokens=tokens.clone())
         changed.tokens[0, 4] += 1
-        base = engine.token_losses(together)[:, 10:]
+        whole = engine.token_losses(together)
+        base = whole[:, 10:]
         leak = float((engine.token_losses(changed)[:, 10:] - base).abs().max())
         open_gate = dataclasses.replace(changed, documents=None)
         leaks = float((engine.token_losses(open_gate)[:, 10:] - base).abs().max())
-        apart = float((engine.token_losses(alone) - base).abs().max())
+        alone = torch.cat((engine.token_losses(first), engine.token_losses(second)), dim=1)
+        apart = float((alone - whole).abs().max())
         return leak, leaks, apart

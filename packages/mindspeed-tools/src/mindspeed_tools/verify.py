@@ -214,13 +214,17 @@ def _computed(
 def _compare_gradients(source: Source, ours: Path, theirs: Path) -> tuple[float, str]:
     """The largest relative difference of a gradient, and the Hugging Face tensor that it is of."""
     shards, expected = Shards(ours), torch.load(theirs, mmap=True)
+    ruled = {hf for rule in source.rules.values() for hf in rule.hf}
+    for name in expected:
+        if name not in ruled:
+            return math.inf, f"{name} (of transformers alone)"
     worst = (0.0, "")
     for name, rule in source.rules.items():
         whole = torch.empty(rule.shape, dtype=torch.float64)
         shards.load([(Box.of_whole(name, rule.shape), whole)])
         for hf, part in zip(rule.hf, rule.unpack(whole), strict=True):
             if hf not in expected:
-                return math.inf, f"{hf} (transformers has none)"
+                return math.inf, f"{hf} (ours alone)"
             scale = float(expected[hf].abs().max()) or 1.0
             difference = float((part - expected[hf]).abs().max()) / scale
             if not difference <= worst[0]:  # also when it is not a number

@@ -8,7 +8,6 @@
 #include <c10/core/AllocatorConfig.h>
 #include <torch/library.h>
 
-#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -25,9 +24,6 @@ using c10::IValue;
 using torch::jit::Stack;
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
-
-std::mutex guard;
-std::map<std::string, int64_t> calls;
 
 std::string name_of(const c10::FunctionSchema& schema) {
   return schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
@@ -227,10 +223,6 @@ class Call {
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const WithoutAutograd without;
-  {
-    const std::lock_guard<std::mutex> lock(guard);
-    calls[name_of(op.schema())]++;
-  }
   Call(op, stack).run();
 }
 
@@ -269,7 +261,6 @@ bool has_default(const c10::OperatorHandle& op) {
 }
 
 std::unique_ptr<torch::Library> library;
-std::string report;
 std::unordered_set<std::string> keys_of_cuda;
 
 }  // namespace
@@ -315,13 +306,5 @@ int fake_cann_install() {
     replaced++;
   }
   return replaced;
-}
-
-// The operators called so far, "name count" a line. The string lives until the next call.
-const char* fake_cann_calls() {
-  const std::lock_guard<std::mutex> lock(guard);
-  report.clear();
-  for (const auto& [name, count] : calls) report += name + " " + std::to_string(count) + "\n";
-  return report.c_str();
 }
 }

@@ -25,41 +25,47 @@ class Rope:
     long_factor: tuple[float, ...] = ()  # longrope: the same, in rows that are longer
 
     def __post_init__(self) -> None:
-        if self.theta <= 0 or self.factor <= 0:
-            raise ModelError(f"rotary embedding: theta {self.theta:g} and factor {self.factor:g} must be above 0")
-        if self.kind == "llama3" and not (
-            0 < self.low_freq_factor < self.high_freq_factor and self.original_max_positions > 0
-        ):
-            raise ModelError(
-                f"rotary embedding: llama3 needs 0 < low_freq_factor ({self.low_freq_factor:g}) < high_freq_factor "
-                f"({self.high_freq_factor:g}) and original_max_position_embeddings ({self.original_max_positions}) above 0"
+        self._must(self.theta > 1, f"theta {self.theta:g} must be above 1")
+        self._must(self.factor > 0, f"factor {self.factor:g} must be above 0")
+        self._must(self.attention_factor > 0, f"attention_factor {self.attention_factor:g} must be above 0")
+        if self.kind not in ("default", "linear"):
+            least = 2 if self.kind == "longrope" else 1  # the logarithm of it divides
+            given = f"({self.original_max_positions})"
+            self._must(
+                self.original_max_positions >= least,
+                f"{self.kind} needs the length of the original context {given}, at least {least}",
             )
-        if self.kind in ("dynamic", "longrope") and self.original_max_positions < 1:
-            raise ModelError(f"rotary embedding: {self.kind} needs the length of the original context")
-        if self.kind == "longrope" and not all(value > 0 for value in (*self.short_factor, *self.long_factor)):
-            raise ModelError("rotary embedding: short_factor and long_factor must be above 0")
-        if self.kind == "yarn" and not (
-            0 < self.beta_slow <= self.beta_fast and self.original_max_positions > 0 and self.attention_factor > 0
-        ):
-            raise ModelError(
-                f"rotary embedding: yarn needs 0 < beta_slow ({self.beta_slow:g}) <= beta_fast ({self.beta_fast:g}), "
-                f"original_max_position_embeddings ({self.original_max_positions}) and attention_factor "
-                f"({self.attention_factor:g}) above 0"
-            )
+        if self.kind == "llama3":
+            low, high = self.low_freq_factor, self.high_freq_factor
+            self._must(0 < low < high, f"llama3 needs 0 < low_freq_factor ({low:g}) < high_freq_factor ({high:g})")
+        if self.kind == "yarn":
+            slow, fast = self.beta_slow, self.beta_fast
+            self._must(0 < slow <= fast, f"yarn needs 0 < beta_slow ({slow:g}) <= beta_fast ({fast:g})")
+        above = all(value > 0 for value in (*self.short_factor, *self.long_factor))
+        self._must(above, "every short_factor and long_factor must be above 0")
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies of a row depend on its length."""
-        return self.kind in ("dynamic", "longrope")
+    def _must(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise ModelError(f"rotary embedding: {what}")
 
-    def inverse_frequencies(self, dim: int, length: int = 0) -> list[float]:
-        """Radians a position for each of the ``dim / 2`` pairs, in a row of ``length`` tokens."""
-        theta = self._dynamic_theta(dim, length) if self.kind == "dynamic" else self.theta
-        plain = [theta ** -(2 * pair / dim) for pair in range(dim // 2)]
+    def check_width(self, dim: int) -> None:
+        """ModelError unless heads of ``dim`` can be turned."""
+        self._must(dim % 2 == 0, f"head_dim {dim} is odd, and pairs are turned")
+        self._must(self.kind != "dynamic" or dim >= 4, f"dynamic needs a head_dim of at least 4, not {dim}")
         if self.kind == "longrope":
-            divisors = self.long_factor if length > self.original_max_positions else self.short_factor
-            if len(divisors) != dim // 2:
-                raise ModelError(f"rotary embedding: longrope has {len(divisors)} factors for {dim // 2} pairs")
+            for name in ("short_factor", "long_factor"):
+                count = len(getattr(self, name))
+                self._must(count == dim // 2, f"{name} has {count} values for {dim // 2} pairs")
+
+    def inverse_frequencies(self, dim: int, *, long: bool = False) -> list[float]:
+        """Radians a position for each of the ``dim / 2`` pairs.
+
+        longrope has other ones in rows that are longer than the original context: ``long``. Those of dynamic grow with
+        the row from there on (``mindspeed_parallel.megatron.rotary``); these are the ones below.
+        """
+        plain = [self.theta ** -(2 * pair / dim) for pair in range(dim // 2)]
+        if self.kind == "longrope":
+            divisors = self.long_factor if long else self.short_factor
             return [frequency / divisor for frequency, divisor in zip(plain, divisors, strict=True)]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
@@ -68,11 +74,6 @@ class Rope:
             share = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(dim // 2)]
             return [f * (1 - part) + f / self.factor * part for f, part in zip(plain, share, strict=True)]
         return [self._llama3(frequency) for frequency in plain] if self.kind == "llama3" else plain
-
-    def _dynamic_theta(self, dim: int, length: int) -> float:
-        """Dynamic NTK scaling: the base grows with the length of a row beyond the original context."""
-        stretch = self.factor * max(length, self.original_max_positions) / self.original_max_positions
-        return self.theta * (stretch - (self.factor - 1)) ** (dim / (dim - 2))
 
     def _yarn_range(self, dim: int) -> tuple[float, float]:
         """YaRN (Peng et al., 2023): the pairs between which stretching sets in."""
@@ -129,8 +130,7 @@ class Arch:
             raise ModelError(
                 f"{self.family}: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
             )
-        if self.head_dim % 2:
-            raise ModelError(f"{self.family}: head_dim {self.head_dim} is odd; the rotary embedding turns pairs")
+        self.rope.check_width(self.head_dim)
         if self.norm_eps <= 0:
             raise ModelError(f"{self.family}: norm_eps {self.norm_eps} must be above 0")
         if self.windows and len(self.windows) != self.num_layers:

@@ -90,7 +90,7 @@ class Settings:
             )
         kind = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
-        theta = float(given.pop("rope_theta"))
+        theta = _number("rope_theta", given.pop("rope_theta"))
         if self.raw.get("rope_theta") not in (None, theta):
             raise ModelError(
                 f"config.json: rope_theta={self.raw['rope_theta']!r} contradicts rope_parameters, which mean {theta:g}; "
@@ -102,24 +102,41 @@ class Settings:
                 f"config.json: rope_type {kind!r} is not supported for {self.model_type}; there are "
                 f"{', '.join(_ROPE_KINDS)}"
             )
-        if kind not in ("default", "longrope"):
-            fields["factor"] = float(given.pop("factor"))
-        if kind in ("llama3", "yarn", "longrope"):
-            fields["original_max_positions"] = int(given.pop("original_max_position_embeddings"))
-        if kind == "dynamic":
-            fields["original_max_positions"] = int(self.take("max_position_embeddings"))
-        if kind == "longrope":
-            fields |= _longrope(given, fields["original_max_positions"], self.take("max_position_embeddings"))
-        if kind == "llama3":
-            fields["low_freq_factor"] = float(given.pop("low_freq_factor"))
-            fields["high_freq_factor"] = float(given.pop("high_freq_factor"))
-        if kind == "yarn":
-            fields |= _yarn(given, fields["factor"])
+        try:
+            fields |= self._stretch(kind, given)
+        except KeyError as error:
+            raise ModelError(f"config.json: rope_type {kind!r} needs rope_parameters.{error.args[0]}") from error
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"config.json: rope_parameters of rope_type {kind!r}: {error}") from error
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ModelError(f"config.json: partial_rotary_factor is not supported for {self.model_type}")
         if given:
             raise ModelError(f"config.json: rope_parameters.{min(given)} is not understood with rope_type {kind!r}")
         return Rope(**fields)
+
+    def _stretch(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Take what ``kind`` reads of ``given``. KeyError for a key that it lacks."""
+        fields: dict[str, Any] = {}
+        longest = self.take("max_position_embeddings")
+        original = longest
+        if kind in ("llama3", "yarn", "longrope"):
+            original = int(given.pop("original_max_position_embeddings"))
+            fields["original_max_positions"] = original
+        if kind == "dynamic":
+            fields["original_max_positions"] = longest
+        if kind in ("yarn", "longrope"):  # null or absent: as far as the context was stretched
+            factor = given.pop("factor", None)
+            fields["factor"] = longest / max(original, 1) if factor is None else _number("factor", factor)
+        elif kind != "default":
+            fields["factor"] = _number("factor", given.pop("factor"))
+        if kind == "llama3":
+            for key in ("low_freq_factor", "high_freq_factor"):
+                fields[key] = _number(key, given.pop(key))
+        if kind == "yarn":
+            fields |= _yarn(given, fields["factor"])
+        if kind == "longrope":
+            fields |= _longrope(given, original, fields["factor"])
+        return fields
 
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, from ``layer_types`` and ``sliding_window``."""
@@ -158,27 +175,34 @@ def _yarn(given: dict[str, Any], factor: float) -> dict[str, Any]:
     """Take YaRN's own keys. Null counts as absent, as it does in transformers."""
     found: dict[str, Any] = {"truncate": bool(given.pop("truncate", True))}
     for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-        found[key] = float(given.pop(key, None) or default)
-    scale, scale_of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        found[key] = _number(key, given.pop(key, None) or default)
+    scale, scale_of_all = (_number(key, given.pop(key, None) or 0) for key in ("mscale", "mscale_all_dim"))
     attention = given.pop("attention_factor", None)
     if attention is None and scale and scale_of_all:
         attention = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_of_all)
-    found["attention_factor"] = _yarn_scale(factor) if attention is None else float(attention)
+    found["attention_factor"] = _yarn_scale(factor) if attention is None else _number("attention_factor", attention)
     return found
 
 
-def _longrope(given: dict[str, Any], original: int, longest: int) -> dict[str, Any]:
+def _longrope(given: dict[str, Any], original: int, factor: float) -> dict[str, Any]:
     """Take LongRoPE's own keys (Ding et al., 2024)."""
-    factor = given.pop("factor", None) or longest / original
     attention = given.pop("attention_factor", None)
     if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return {
-        "factor": float(factor),
-        "attention_factor": float(attention),
-        "short_factor": tuple(map(float, given.pop("short_factor"))),
-        "long_factor": tuple(map(float, given.pop("long_factor"))),
-    }
+        sharper = factor > 1 and original > 1  # a context of one token is refused later, by name
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if sharper else 1.0
+    found: dict[str, Any] = {"attention_factor": _number("attention_factor", attention)}
+    for key in ("short_factor", "long_factor"):
+        values = given.pop(key)
+        if not isinstance(values, list):
+            raise ValueError(f"{key} is {values!r}; it must be a list of numbers")
+        found[key] = tuple(_number(key, value) for value in values)
+    return found
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ModelError(f"config.json: {key} is {value!r}; it must be a number")
+    return float(value)
 
 
 def _yarn_scale(factor: float, weight: float = 1.0) -> float:

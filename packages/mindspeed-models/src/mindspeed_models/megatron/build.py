@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import Device
 from mindspeed_parallel.megatron.groups import Groups, communication_options
-from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, Rotary, dense_layer
+from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, dense_layer
+from mindspeed_parallel.megatron.rotary import DynamicRotary, LongRotary, Rotary
 from torch import Tensor
 from torch.nn import functional
 
@@ -70,17 +71,22 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             pg_collection=pg,
             vp_stage=vp_stage,
         )
-        chunk.use_rotary(_rotary(arch))
+        chunk.use_rotary(rotary(arch))
         _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
 
 
-def _rotary(arch: Arch) -> Rotary:
-    def at(length: int) -> torch.Tensor:
-        return torch.tensor(arch.rope.inverse_frequencies(arch.head_dim, length), dtype=torch.float32)
-
-    return Rotary(at(0), arch.rope.attention_factor, at if arch.rope.depends_on_length else None)
+def rotary(arch: Arch) -> Rotary:
+    """The rotary embedding of the model, on the CPU."""
+    rope = arch.rope
+    short = torch.tensor(rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
+    if rope.kind == "dynamic":
+        return DynamicRotary(short, rope.factor, rope.original_max_positions)
+    if rope.kind == "longrope":
+        long = torch.tensor(rope.inverse_frequencies(arch.head_dim, long=True), dtype=torch.float32)
+        return LongRotary(short, long, rope.attention_factor, rope.original_max_positions)
+    return Rotary(short, rope.attention_factor)
 
 
 def decoder_config(

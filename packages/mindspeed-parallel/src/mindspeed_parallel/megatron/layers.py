@@ -4,9 +4,8 @@ Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D h
 """
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -25,6 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from mindspeed_kernels.bundle import Kernels
 from torch import Tensor, nn
+
+from .rotary import Rotary
 
 
 @dataclass
@@ -197,53 +198,6 @@ def _biased(linear: type, has_bias: bool) -> type:
 
     Biased.__name__ = Biased.__qualname__ = linear.__name__
     return Biased
-
-
-class Rotary(nn.Module):
-    """Rotary angles from given inverse frequencies, at given positions.
-
-    Half-split rotary (Su et al., 2021, in the layout of GPT-NeoX). Stands where GPTModel keeps its own.
-    """
-
-    def __init__(
-        self,
-        inverse_frequencies: Tensor,
-        attention_factor: float = 1.0,
-        at_length: Callable[[int], Tensor] | None = None,
-    ) -> None:
-        """inverse_frequencies (D / 2,). ``attention_factor`` scales what is rotated, as YaRN does.
-
-        ``at_length``: the frequencies of rows of a length, where they depend on it. The length of a batch is its largest
-        position plus one, as in transformers, and asking for it waits for the device.
-        """
-        super().__init__()
-        self.at_length = at_length
-        # Not a buffer: those are cast with the model, and angles in bfloat16 are wrong from a few hundred tokens on.
-        self.inverse_frequencies = inverse_frequencies
-        self.attention_factor = attention_factor
-
-    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, S, 1, D) in ``dtype`` of the angles at ``positions`` (B, S), which are in float32."""
-        frequencies = self.inverse_frequencies
-        if self.at_length is not None:
-            frequencies = self.at_length(int(positions.max()) + 1).to(frequencies.device)
-        angles = positions[..., None, None] * frequencies  # (B, S, 1, D / 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the model to another device, and not to another dtype."""
-        super()._apply(fn, recurse)
-        self.inverse_frequencies = self.inverse_frequencies.to(fn(self.inverse_frequencies[:0]).device)
-        return self
-
-    def get_rotary_seq_len(self, *_: Any) -> int:
-        """GPTModel asks; positions say it already."""
-        return 0
-
-    def forward(self, *_: Any, **__: Any) -> None:
-        """No angles for megatron-core to rotate by: attention does."""
-        return
 
 
 class Decoder(GPTModel):
