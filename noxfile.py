@@ -27,6 +27,10 @@ PROJECTS: dict[str, dict[str, Any]] = {
     path.parent.name: tomllib.loads(path.read_text()) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 
+# Two files at a time, since much of a test is waiting for processes to start; the longest files first.
+TESTS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "packages/mindspeed-train", "tests"]
+TESTS += [f"packages/{name}" for name in reversed(PROJECTS) if name != "mindspeed-train"]
+
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "ranges", "patches", "tests"]
 nox.options.error_on_missing_interpreters = True
@@ -102,14 +106,14 @@ def siblings(project: dict[str, Any]) -> list[tuple[str, Requirement]]:
 def tests(session: nox.Session) -> None:
     """All tests of all packages and across them, but for the simulated Ascend and the commands of the guides."""
     sync(session)
-    run(session, "pytest", "-m", "not npu and not guides", *(session.posargs or ["tests", "packages"]))
+    run(session, "pytest", "-m", "not npu and not guides", *(session.posargs or TESTS))
 
 
 @nox.session
 def quick(session: nox.Session) -> None:
     """The tests that need neither a real model nor long: under four minutes."""
     sync(session)
-    run(session, "pytest", "-m", "not npu and not guides and not slow", *(session.posargs or ["tests", "packages"]))
+    run(session, "pytest", "-m", "not npu and not guides and not slow", *(session.posargs or TESTS))
 
 
 @nox.session

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Action = Callable[[], object]
+Clock = Callable[[], float]
+Timed = Callable[[], float]  # acts once and returns the seconds that count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +36,33 @@ class Result:
         return first, last
 
 
-def measure(ours: Action, peer: Action, pairs: int, *, clock: Callable[[], float] = time.perf_counter) -> Result:
+def measure(
+    ours: Action, peer: Action, pairs: int, *, before: Action | None = None, clock: Clock = time.perf_counter
+) -> Result:
+    """Time both in turn. ``before`` clears the ground for each, and is not counted."""
+    return in_turn(timed(ours, before=before, clock=clock), timed(peer, before=before, clock=clock), pairs)
+
+
+def timed(action: Action, *, before: Action | None = None, clock: Clock = time.perf_counter) -> Timed:
+    """``action`` with a clock around it."""
+
+    def once() -> float:
+        if before is not None:
+            before()
+        started = clock()
+        action()
+        return clock() - started
+
+    return once
+
+
+def in_turn(ours: Timed, peer: Timed, pairs: int) -> Result:
     """Run both once unmeasured, then in pairs of which every second begins with the peer."""
     ours()
     peer()
-    seconds: dict[Action, list[float]] = {ours: [], peer: []}
+    sides = (ours, peer)
+    seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(pairs):
-        for action in (ours, peer) if number % 2 == 0 else (peer, ours):
-            started = clock()
-            action()
-            seconds[action].append(clock() - started)
-    return Result(ours=tuple(seconds[ours]), peer=tuple(seconds[peer]))
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            seconds[side].append(sides[side]())
+    return Result(ours=tuple(seconds[0]), peer=tuple(seconds[1]))

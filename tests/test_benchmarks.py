@@ -39,11 +39,21 @@ def test_one_bad_pair_does_not_move_the_ratio():
 
 def test_an_unknown_case_is_named():
     done = CliRunner().invoke(main, ["stepp"])
-    assert done.exit_code == 2 and "no case stepp; there are step" in done.output
+    assert done.exit_code == 2 and "no case stepp; there are step-fp32" in done.output
 
 
 def test_a_case_is_measured_and_written_down(tmp_path):
     done = CliRunner().invoke(main, ["swiglu", "--pairs", "2", "--json", str(tmp_path / "figures.json")])
     assert done.exit_code == 0, done.output
-    assert "swiglu" in done.output and '"ours"' in (tmp_path / "figures.json").read_text()
-    assert set(CASES) >= {"step", "pipeline", "save", "load", "to-megatron", "to-hf", "tokenise", "batches"}
+    assert "functional.silu(a) * b" in done.output and '"ours"' in (tmp_path / "figures.json").read_text()
+    assert set(CASES) >= {
+        "step-fp32",
+        "step-bf16",
+        "pipeline",
+        "save",
+        "load",
+        "to-megatron",
+        "to-hf",
+        "tokenise-text",
+        "tokenise-chat",
+    }

@@ -83,6 +83,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_leaves_everything_that_it_promises_and_goes_on(made):
     done = run("mindspeed-train", "run", "recipe.yaml", "--nproc", "2", cwd=made)
@@ -109,6 +110,7 @@ def test_a_run_leaves_everything_that_it_promises_and_goes_on(made):
     assert more.returncode == 0 and "step 5/5" in more.stdout and "step 4/5" not in more.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_random_weights_need_a_configuration_alone_and_the_named_tokenizer_travels(made):
     (made / "config").mkdir()
@@ -126,6 +128,7 @@ def test_random_weights_need_a_configuration_alone_and_the_named_tokenizer_trave
         assert found.get_vocab() == tokenizer.get_vocab() != load_tokenizer(made / "model").get_vocab()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_sigterm_saves_and_leaves_and_no_process_stays(made):
     command = [str(BIN / "mindspeed-train"), "run", "recipe.yaml", "--nproc", "2", "--set", "training.steps=100000"]
@@ -206,6 +209,7 @@ def test_a_port_in_use_is_named_within_seconds(made):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_launchers_of_one_machine_train_together(made):
     import socket
@@ -246,6 +250,7 @@ def test_two_launchers_of_one_machine_train_together(made):
     assert "step 2/2" in outputs[0][0] and "step" not in outputs[1][0].split("checkpoint:")[0]
 
 
+@pytest.mark.slow
 def test_conversion_refuses_what_is_there_and_shows_what_it_made(made, tmp_path):
     assert run("mindspeed-convert", "to-megatron", made / "model", tmp_path / "ck").returncode == 0
     second = run("mindspeed-convert", "to-megatron", made / "model", tmp_path / "ck")

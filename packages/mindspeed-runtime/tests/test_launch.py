@@ -132,6 +132,42 @@ def test_ranks_go_when_their_starter_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+def test_what_is_imported_ahead_goes_with_its_starter_at_once_and_is_there_for_the_pool(tmp_path):
+    """An import that takes a minute stands for a slow one: Python's fork server alone would end after it."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nopen('pid', 'w').write(str(os.getpid()))\nwhile os.path.exists('wait'): time.sleep(0.02)\n"
+    )
+    (tmp_path / "starter.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        from mindspeed_runtime.launch import Pool, warm_up
+        import asks
+        if __name__ == "__main__":
+            warm_up("slow")
+            if os.path.exists("wait"):
+                while not os.path.exists("pid") or not open("pid").read():
+                    pass
+                sys.exit(3)
+            with Pool(2, preload=("slow",)) as pool:
+                print(pool.run(asks.loaded, timeout_s=60))
+        """)
+    )
+    (tmp_path / "asks.py").write_text("import sys\ndef loaded(rank): return 'slow' in sys.modules\n")
+    (tmp_path / "wait").touch()
+    command = [sys.executable, "starter.py"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=False).returncode == 3
+    deadline = time.monotonic() + 5
+    while _running((tmp_path / "pid").read_text()):
+        assert time.monotonic() < deadline, "the import outlives its starter"
+        time.sleep(0.05)
+    (tmp_path / "wait").unlink()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, timeout=60, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "[True, True]\n"
+
+
 def _running(pid: int | str) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:

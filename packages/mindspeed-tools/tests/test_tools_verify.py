@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
         ("llama-longrope", "tp2"),
         ("qwen2-yarn", "pp2"),
         ("mistral-window", "tp1,tp2"),
-        ("qwen2", "auto"),
+        pytest.param("qwen2", "auto", marks=pytest.mark.slow),
         ("qwen2-window", "tp1,pp2"),
         ("qwen3", "auto"),
         ("qwen3-bias", "tp2"),

@@ -154,7 +154,7 @@ def test_an_uneven_pipeline_keeps_every_layer(made, tmp_path, pool):
             make_plan(wrong, arch, 2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_run_continues_in_another_layout(made, tmp_path, pool, precision):
     changes = {"training": {"precision": precision}, "optimizer": {"lr": 1e-3}}
     start = _recipe(made, layout="tp2dp2", **changes)
@@ -176,6 +176,7 @@ def test_resume_is_equal_in_every_byte_with_dropout_on(made, tmp_path):
     assert verdict.bytes > 1e6
 
 
+@pytest.mark.slow
 def test_the_resume_proof_sees_one_changed_byte(made, tmp_path):
     from mindspeed_train import prove
 

@@ -94,6 +94,10 @@ def verify_command(
 
     if find_spec("mindspeed_train") is None:
         raise UserError("verify: it runs the model with megatron-core; install mindspeed-tools[megatron]")
+    from mindspeed_runtime.launch import warm_up
+    from mindspeed_train import PRELOAD
+
+    warm_up(*PRELOAD)  # while this process imports for seconds itself
     from .verify import verify
 
     report = verify(model, against, layouts=layouts, precision=precision, gradients=gradients, say=click.echo)

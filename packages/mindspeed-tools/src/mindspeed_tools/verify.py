@@ -21,6 +21,7 @@ from mindspeed_models.weights.shards import Box, Shards
 from mindspeed_models.weights.source import CheckpointSource, Source, open_source, read_config
 from mindspeed_parallel.layout import Layout, parse_layout
 from mindspeed_runtime.launch import Pool
+from mindspeed_train import PRELOAD
 from torch import Tensor
 
 USUAL = ("tp1", "tp2", "tp3", "pp2", "tp2pp2", "pp2vpp2")
@@ -29,7 +30,6 @@ _HARMLESS = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "a
 _REFERENCE = "mindspeed_tools.verify_rank:reference"
 _COMPUTED = "mindspeed_tools.verify_rank:computed"
 _GRADIENTS = "mindspeed_tools.verify_rank:gradients"
-_PRELOAD = ("mindspeed_train.preload",)
 _TIMEOUT_S = 900.0
 
 
@@ -195,7 +195,7 @@ def _computed(
     assert isinstance(open_source(against), CheckpointSource)
     reports = []
     size = max(layout.ranks for layout in layouts)
-    with Pool(size, preload=_PRELOAD, log_dir=folder / "logs") as pool:
+    with Pool(size, preload=PRELOAD, log_dir=folder / "logs") as pool:
         deserved = pool.run(_REFERENCE, source.path, precision, folder, gradients, nproc=1, timeout_s=_TIMEOUT_S)[0]
         tolerance = TOLERANCE[precision] if precision in TOLERANCE else float(deserved)
         for layout in layouts:

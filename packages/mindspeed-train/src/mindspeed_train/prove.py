@@ -26,7 +26,8 @@ from mindspeed_runtime.recipe import Recipe
 from mindspeed_runtime.rundir import Checkpoints
 from torch import Tensor
 
-from .run import PRELOAD, TRAIN, run
+from . import PRELOAD
+from .run import TRAIN, run
 
 BOUND = 1e-10  # relative to the largest reference value
 DEFAULT_LAYOUTS = ("tp2", "tp2sp", "pp2", "pp2vpp2", "dp2", "tp2pp2")

@@ -12,11 +12,13 @@ from mindspeed_kernels.errors import UserError
 from mindspeed_models.plan import check_plan
 from mindspeed_models.weights.source import open_source
 from mindspeed_runtime.config import check_recipe
+from mindspeed_runtime.data.open import check_data
 from mindspeed_runtime.launch import join_torchrun, launch
 from mindspeed_runtime.recipe import Recipe
 from mindspeed_runtime.rundir import Checkpoints
 
-PRELOAD = ("mindspeed_train.preload",)  # imported once, before the rank processes are made
+from . import PRELOAD
+
 TRAIN = "mindspeed_train.rank:train"
 
 
@@ -54,6 +56,7 @@ def check_run(recipe: Recipe, num_ranks: int, folder: Path, resume: bool) -> Non
     check_device(recipe.launch.device)
     source = open_source(Path(recipe.model.path), weights=recipe.model.init == "weights")
     check_plan(recipe, source.arch, num_ranks)
+    check_data(recipe)
     found = Checkpoints(folder / "checkpoints").latest()
     if resume and found is None:
         raise UserError(f"--resume: there is no complete checkpoint in {folder / 'checkpoints'}; leave --resume out")

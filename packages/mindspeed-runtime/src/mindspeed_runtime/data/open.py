@@ -72,6 +72,12 @@ def open_data(
     return Data(train=loaders["train"], validation=loaders.get("validation"), notes=tuple(notes))
 
 
+def check_data(recipe: Recipe) -> None:
+    """ConfigError or DataError unless the files that ``recipe`` names are there and of a kind that is read."""
+    for item in _wanted(recipe, Path()).values():
+        expand(item.patterns)
+
+
 def _wanted(recipe: Recipe, cache: Path) -> dict[str, Wanted]:
     data = recipe.data
     if not data.train:
