@@ -26,8 +26,8 @@ _TRAINING = (
              run=partial(training.step, precision), pairs=7)
         for precision in ("fp32", "bf16")
     ),
-    Case(name="pipeline", ours="pp2: two processes of one thread",
-         peer=f"one process of two threads (ideal {training.IDEAL:.2f})", run=training.pipeline, pairs=5),
+    Case(name="pipeline", ours="two processes of one thread",
+         peer=f"one process of one thread (ideal {training.IDEAL:.2f})", run=training.pipeline, pairs=5),
     Case(name="save", ours="checkpoint of weights and optimizer", peer="torch.save, fsync", run=training.save),
     Case(name="load", ours="the same, read back", peer="torch.load and copy", run=training.load),
 )  # fmt: skip

@@ -70,7 +70,9 @@ class Plain:
 def step(rank: Rank, recipe: Recipe, folder: Path, pairs: int) -> Result:
     """An optimizer step, and the same of the transformers model by hand. RunError if the two do not start alike."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     precision = recipe.training.precision
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     with open_session(rank, recipe) as session:
@@ -85,9 +87,9 @@ def step(rank: Rank, recipe: Recipe, folder: Path, pairs: int) -> Result:
         return measure(lambda: engine.train_step(0, batches, options.lr), lambda: plain.step(batches), pairs)
 
 
-def many_steps(rank: Rank, recipe: Recipe, folder: Path, count: int, threads: int) -> float:
-    """Seconds that some steps take on ``threads`` threads a process, after one that is not counted."""
-    torch.set_num_threads(threads)
+def many_steps(rank: Rank, recipe: Recipe, folder: Path, count: int) -> float:
+    """Seconds that some steps take on one thread a process, after one that is not counted."""
+    torch.set_num_threads(1)
     with open_session(rank, recipe) as session:
         engine = session.engine
         batches = data_of(recipe, session, folder / "data").train.step(0)

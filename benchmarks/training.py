@@ -14,7 +14,8 @@ _SAVE, _LOAD = "benchmarks.ranks:save", "benchmarks.ranks:load"
 _TIMEOUT_S = 600
 STAGES = 2
 MICRO_BATCHES = 8
-IDEAL = (MICRO_BATCHES + STAGES - 1) / MICRO_BATCHES  # of a pipeline: every stage waits for STAGES - 1 micro-batches
+# Of a pipeline against one process: a share of the work, and the wait of every stage for STAGES - 1 micro-batches.
+IDEAL = (MICRO_BATCHES + STAGES - 1) / MICRO_BATCHES / STAGES
 _STEPS = 2  # that are timed together
 
 
@@ -26,15 +27,15 @@ def step(precision: str, folder: Path, pairs: int) -> Result:
 
 
 def pipeline(folder: Path, pairs: int) -> Result:
-    """Two stages of one thread against one process of two threads, each in worlds of their own."""
+    """Two stages against one process, each process with one thread, in worlds of their own."""
 
-    def steps(layout: str, threads: int) -> float:
+    def steps(layout: str) -> float:
         recipe = recipe_for(folder, layout, rows=(MICRO_BATCHES, 1))
         size = parse_layout(layout).ranks
-        return max(pool.run(_MANY_STEPS, recipe, folder, _STEPS, threads, nproc=size, timeout_s=_TIMEOUT_S))
+        return max(pool.run(_MANY_STEPS, recipe, folder, _STEPS, nproc=size, timeout_s=_TIMEOUT_S))
 
     with Pool(STAGES, preload=PRELOAD) as pool:
-        return in_turn(lambda: steps(f"pp{STAGES}", 1), lambda: steps("tp1", STAGES), pairs)
+        return in_turn(lambda: steps(f"pp{STAGES}"), lambda: steps("tp1"), pairs)
 
 
 def save(folder: Path, pairs: int) -> Result:

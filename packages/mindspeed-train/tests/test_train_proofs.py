@@ -154,7 +154,8 @@ def test_an_uneven_pipeline_keeps_every_layer(made, tmp_path, pool):
             make_plan(wrong, arch, 2)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_continues_in_another_layout(made, tmp_path, pool, precision):
     changes = {"training": {"precision": precision}, "optimizer": {"lr": 1e-3}}
     start = _recipe(made, layout="tp2dp2", **changes)
