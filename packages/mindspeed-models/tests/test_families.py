@@ -49,19 +49,30 @@ def test_the_description_is_what_transformers_builds(name):
     assert family.name == model.config.model_type == arch.family
     assert (arch.vocab, arch.hidden) == tuple(model.model.embed_tokens.weight.shape)
     assert arch.num_layers == len(model.model.layers)
-    assert arch.query_rows == attention.q_proj.out_features == attention.o_proj.in_features
-    assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
+    assert arch.query_rows == attention.o_proj.in_features
+    if hasattr(attention, "qkv_proj"):
+        assert arch.query_rows + 2 * arch.kv_rows == attention.qkv_proj.out_features
+    else:
+        assert arch.query_rows == attention.q_proj.out_features
+        assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
     assert arch.head_dim == attention.head_dim
     assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
-    assert arch.ffn == mlp.gate_proj.out_features
-    assert {arch.qkv_bias} == {getattr(attention, f"{which}_proj").bias is not None for which in "qkv"}
+    assert arch.ffn == mlp.down_proj.in_features
+    assert {arch.qkv_bias} == {
+        m.bias is not None for n, m in attention.named_children() if n[0] in "qkv" and "proj" in n
+    }
     assert arch.o_bias == (attention.o_proj.bias is not None)
-    assert {arch.mlp_bias} == {getattr(mlp, f"{which}_proj").bias is not None for which in ("gate", "up", "down")}
+    assert {arch.mlp_bias} == {m.bias is not None for n, m in mlp.named_children() if n.endswith("_proj")}
+    assert arch.post_norms == hasattr(model.model.layers[0], "post_mlp_layernorm")
+    turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
+    assert arch.unturned == {number for number, is_turned in enumerate(turns) if not is_turned}
+    assert arch.rope.width(arch.head_dim) == 2 * model.model.rotary_emb.inv_freq.numel()
     assert arch.qk_norm == hasattr(attention, "q_norm")
     assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     assert arch.norm_eps == model.model.norm.variance_epsilon
     windows = arch.windows or (None,) * arch.num_layers
-    everywhere = model.config.sliding_window if family.name == "mistral" else None  # kept by the mask, not by the layer
+    by_mask = family.name in ("mistral", "phi3")  # and not by the layers
+    everywhere = model.config.sliding_window if by_mask else None
     assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
 
 
@@ -166,7 +177,9 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are glm, glm4, llama, mistral"),
+        ({"model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.1}, "resid_pdrop=0.1"),
+        ({"model_type": "glm", "pad_token_id": 0, "partial_rotary_factor": 0.01}, "1 of 128 dimensions of a head"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\]"),
     ],

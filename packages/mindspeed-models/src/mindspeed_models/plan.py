@@ -156,11 +156,13 @@ def _layer_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
     yield (qkv, arch.hidden)
     yield from [(qkv,)] * arch.qkv_bias
     yield from [(arch.head_dim,)] * 2 * arch.qk_norm
+    yield from [(arch.hidden,)] * arch.post_norms
     yield (arch.hidden,)
     yield (2 * ffn, arch.hidden)
     yield from [(2 * ffn,)] * arch.mlp_bias
     yield (arch.hidden, ffn)
     yield from [(arch.hidden,)] * arch.mlp_bias
+    yield from [(arch.hidden,)] * arch.post_norms
 
 
 @dataclass(frozen=True, kw_only=True)

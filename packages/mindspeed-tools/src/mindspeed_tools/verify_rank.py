@@ -95,6 +95,7 @@ def gradients(rank: Rank, checkpoint: Path, layout: Layout, folder: Path) -> Non
 def _transformers_gradients(path: Path) -> dict[str, Tensor]:
     with fp64():
         model = _load(path, torch.float64)
+        model.model.embed_tokens.padding_idx = None  # else the padding token's row learns nothing, wherever it stands
         batch = _batch(model.config.vocab_size)
         logits = model(input_ids=batch.tokens, use_cache=False).logits
         nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()

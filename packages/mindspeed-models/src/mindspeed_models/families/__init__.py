@@ -7,13 +7,16 @@ from typing import Any
 from ..errors import ModelError
 from .arch import Arch, Rope
 from .family import Family
+from .glm4 import GLM, GLM4
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .settings import Settings
+from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (GLM, GLM4, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
 
 __all__ = ["FAMILIES", "Arch", "Family", "Rope", "Settings", "describe", "families"]
 

@@ -12,6 +12,8 @@ class Rope:
     """Rotary position embedding (Su et al., 2021) and how it is stretched to longer contexts."""
 
     theta: float
+    share: float = 1.0  # of each head's dimensions, the first ones are turned
+    interleaved: bool = False  # pairs are neighbours (2 i, 2 i + 1), not halves (i, i + D / 2)
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_max_positions: int = 0  # the context before it was stretched; dynamic: the longest that is not
@@ -25,6 +27,7 @@ class Rope:
     long_factor: tuple[float, ...] = ()  # longrope: the same, in rows that are longer
 
     def __post_init__(self) -> None:
+        self._must(0 < self.share <= 1, f"partial_rotary_factor {self.share:g} must be above 0 and at most 1")
         self._must(self.theta > 1, f"theta {self.theta:g} must be above 1")
         self._must(self.factor > 0, f"factor {self.factor:g} must be above 0")
         self._must(self.attention_factor > 0, f"attention_factor {self.attention_factor:g} must be above 0")
@@ -48,9 +51,15 @@ class Rope:
         if not holds:
             raise ModelError(f"rotary embedding: {what}")
 
-    def check_width(self, dim: int) -> None:
-        """ModelError unless heads of ``dim`` can be turned."""
-        self._must(dim % 2 == 0, f"head_dim {dim} is odd, and pairs are turned")
+    def width(self, head_dim: int) -> int:
+        """Dimensions of a head that are turned."""
+        return int(head_dim * self.share)
+
+    def check_width(self, head_dim: int) -> None:
+        """ModelError unless heads of ``head_dim`` can be turned."""
+        dim = self.width(head_dim)
+        shown = f"head_dim {head_dim}" if dim == head_dim else f"{dim} of {head_dim} dimensions of a head"
+        self._must(dim >= 2 and dim % 2 == 0, f"{shown} cannot be turned in pairs")
         self._must(self.kind != "dynamic" or dim >= 4, f"dynamic needs a head_dim of at least 4, not {dim}")
         if self.kind == "longrope":
             for name in ("short_factor", "long_factor"):
@@ -120,6 +129,8 @@ class Arch:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, itself counted; empty: no layer has one
+    unturned: frozenset[int] = frozenset()  # layers without rotary embedding
+    post_norms: bool = False  # RMSNorm of what attention and MLP add, too
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,14 +1,18 @@
 """What the Llama-like families share: the keys they read alike, and their weight rules."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..weights.rule import Rule, Segment, stacked
-from .arch import Arch
+from .arch import Arch, Rope
 from .settings import Settings
 
 
-def decoder_fields(settings: Settings, family: str) -> dict[str, Any]:
-    """The fields of Arch that every Llama-like configuration names alike."""
+def decoder_fields(settings: Settings, family: str, *, rope: Rope | None = None) -> dict[str, Any]:
+    """The fields of Arch that every Llama-like configuration names alike.
+
+    ``rope``: the rotary embedding, where it is not read in the plain way.
+    """
     heads, hidden = settings.take("num_attention_heads"), settings.take("hidden_size")
     settings.expect("hidden_act", "silu", "swish")  # two names of one function
     return {
@@ -22,40 +26,44 @@ def decoder_fields(settings: Settings, family: str) -> dict[str, Any]:
         "vocab": settings.take("vocab_size"),
         "max_positions": settings.take("max_position_embeddings"),
         "norm_eps": settings.take("rms_norm_eps"),
-        "rope": settings.rope(),
+        "rope": rope or settings.rope(),
         "tied": settings.take("tie_word_embeddings"),
         "attention_dropout": settings.take("attention_dropout"),
     }
 
 
-def decoder_rules(arch: Arch) -> tuple[Rule, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a family calls the weights of a layer, where it does not do as Llama does."""
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: the three stand one after the other in one matrix
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # the same
+    post_attention: str = "post_self_attn_layernorm"  # the norms behind attention and MLP, of models that have them
+    post_mlp: str = "post_mlp_layernorm"
+
+
+def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     """The weights of a Llama-like decoder. ``{L}`` stands for the layer."""
+    names = names or Names()
     hf, ours, hidden = "model.layers.{L}.", "decoder.layers.{L}.", arch.hidden
-    qkv = (arch.query_rows, arch.kv_rows, arch.kv_rows)
-    q, k, v = (f"{hf}self_attn.{name}_proj." for name in "qkv")
-    gate, up = f"{hf}mlp.gate_proj.", f"{hf}mlp.up_proj."
     attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
+    qkv = _Joined(
+        names=tuple(f"{hf}self_attn.{name}" for name in names.qkv),
+        rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
+        order=_by_kv_head(arch),
+    )
+    gate_up = _Joined(
+        names=tuple(f"{hf}mlp.{name}" for name in names.gate_up),
+        rows=(arch.ffn, arch.ffn),
+        order=stacked(arch.ffn, arch.ffn),
+    )
     rules = [
         _matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight", arch.vocab, hidden, cut=0),
         _vector(f"{attention}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", hidden),
-        Rule(
-            ours=f"{attention}linear_qkv.weight",
-            hf=(f"{q}weight", f"{k}weight", f"{v}weight"),
-            rows=qkv,
-            width=hidden,
-            order=_by_kv_head(arch),
-            cut=0,
-        ),
+        qkv.rule(f"{attention}linear_qkv.weight", hidden),
         _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.query_rows, cut=1),
         _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden),
-        Rule(
-            ours=f"{mlp}linear_fc1.weight",
-            hf=(f"{gate}weight", f"{up}weight"),
-            rows=(arch.ffn, arch.ffn),
-            width=hidden,
-            order=stacked(arch.ffn, arch.ffn),
-            cut=0,
-        ),
+        gate_up.rule(f"{mlp}linear_fc1.weight", hidden),
         _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1),
         _vector("decoder.final_layernorm.weight", "model.norm.weight", hidden),
     ]
@@ -67,18 +75,40 @@ def decoder_rules(arch: Arch) -> tuple[Rule, ...]:
             for name in "qk"
         ]
     if arch.qkv_bias:
-        names = (f"{q}bias", f"{k}bias", f"{v}bias")
-        rules.append(
-            Rule(ours=f"{attention}linear_qkv.bias", hf=names, rows=qkv, width=None, order=_by_kv_head(arch), cut=0)
-        )
+        rules.append(qkv.rule(f"{attention}linear_qkv.bias", None))
     if arch.o_bias:
         rules.append(_vector(f"{attention}linear_proj.bias", f"{hf}self_attn.o_proj.bias", hidden))
     if arch.mlp_bias:
-        names = (f"{gate}bias", f"{up}bias")
-        rows, order = (arch.ffn, arch.ffn), stacked(arch.ffn, arch.ffn)
-        rules.append(Rule(ours=f"{mlp}linear_fc1.bias", hf=names, rows=rows, width=None, order=order, cut=0))
+        rules.append(gate_up.rule(f"{mlp}linear_fc1.bias", None))
         rules.append(_vector(f"{mlp}linear_fc2.bias", f"{hf}mlp.down_proj.bias", hidden))
+    if arch.post_norms:
+        rules += [
+            _vector(f"{ours}post_self_attn_layernorm.weight", f"{hf}{names.post_attention}.weight", hidden),
+            _vector(f"{ours}post_mlp_layernorm.weight", f"{hf}{names.post_mlp}.weight", hidden),
+        ]
     return tuple(rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """Matrices that are one of ours: each a Hugging Face tensor of its own, or all one after the other in one."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    order: tuple[Segment, ...]  # over the matrices
+
+    def rule(self, ours: str, width: int | None) -> Rule:
+        """The rule of the weight, or, without ``width``, of the bias."""
+        kind = "bias" if width is None else "weight"
+        hf, rows, order = tuple(f"{name}.{kind}" for name in self.names), self.rows, self.order
+        if len(hf) == 1:
+            first = [sum(rows[:source]) for source in range(len(rows))]
+            rows = (sum(rows),)
+            order = tuple(
+                Segment(source=0, start=first[item.source] + item.start, stop=first[item.source] + item.stop)
+                for item in order
+            )
+        return Rule(ours=ours, hf=hf, rows=rows, width=width, order=order, cut=0)
 
 
 def _by_kv_head(arch: Arch) -> tuple[Segment, ...]:

@@ -76,8 +76,11 @@ class Settings:
         """These keys do not change what the model computes."""
         self._read.update(keys)
 
-    def rope(self) -> Rope:
-        """Rotary embedding, from either spelling. Kinds that are not built here are refused by name."""
+    def rope(self, *, partial: bool = False, interleaved: bool = False) -> Rope:
+        """Rotary embedding, from either spelling. Kinds that are not built here are refused by name.
+
+        ``partial``: the model type may turn a share of each head alone. ``interleaved``: its pairs are neighbours.
+        """
         self._read.update(_ROPE_SPELLINGS)
         spelled = [self.raw[key] for key in ("rope_parameters", "rope_scaling") if self.raw.get(key)]
         if len(spelled) == 2 and spelled[0] != spelled[1]:
@@ -108,11 +111,14 @@ class Settings:
             raise ModelError(f"config.json: rope_type {kind!r} needs rope_parameters.{error.args[0]}") from error
         except (TypeError, ValueError) as error:
             raise ModelError(f"config.json: rope_parameters of rope_type {kind!r}: {error}") from error
-        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        share = _number("partial_rotary_factor", given.pop("partial_rotary_factor", 1.0))
+        if partial:
+            self._read.add("partial_rotary_factor")
+        elif share != 1.0:
             raise ModelError(f"config.json: partial_rotary_factor is not supported for {self.model_type}")
         if given:
             raise ModelError(f"config.json: rope_parameters.{min(given)} is not understood with rope_type {kind!r}")
-        return Rope(**fields)
+        return Rope(**fields, share=share, interleaved=interleaved)
 
     def _stretch(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Take what ``kind`` reads of ``given``. KeyError for a key that it lacks."""

@@ -48,7 +48,13 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
     """This rank's chunks of the model, on ``device``, their weights not yet filled."""
     config = decoder_config(arch, groups=groups, kernels=kernels, device=device, options=options)
     layout, pg = groups.layout, groups.pg
-    layer = dense_layer(qk_norm=arch.qk_norm, qkv_bias=arch.qkv_bias, o_bias=arch.o_bias, mlp_bias=arch.mlp_bias)
+    layer = dense_layer(
+        qk_norm=arch.qk_norm,
+        qkv_bias=arch.qkv_bias,
+        o_bias=arch.o_bias,
+        mlp_bias=arch.mlp_bias,
+        post_norms=config if arch.post_norms else None,
+    )
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None
@@ -79,12 +85,12 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
 
 def rotary(arch: Arch) -> Rotary:
     """The rotary embedding of the model, on the CPU."""
-    rope = arch.rope
-    short = torch.tensor(rope.inverse_frequencies(arch.head_dim), dtype=torch.float32)
+    rope, width = arch.rope, arch.rope.width(arch.head_dim)
+    short = torch.tensor(rope.inverse_frequencies(width), dtype=torch.float32)
     if rope.kind == "dynamic":
         return DynamicRotary(short, rope.factor, rope.original_max_positions)
     if rope.kind == "longrope":
-        long = torch.tensor(rope.inverse_frequencies(arch.head_dim, long=True), dtype=torch.float32)
+        long = torch.tensor(rope.inverse_frequencies(width, long=True), dtype=torch.float32)
         return LongRotary(short, long, rope.attention_factor, rope.original_max_positions)
     return Rotary(short, rope.attention_factor)
 
@@ -136,6 +142,8 @@ def decoder_config(
         apply_rope_fusion=False,
         kernels=kernels,
         windows=arch.windows,
+        unturned=arch.unturned,
+        interleaved=arch.rope.interleaved,
         num_tokens=arch.vocab,
         **communication_options(layout, device),
         **recompute,

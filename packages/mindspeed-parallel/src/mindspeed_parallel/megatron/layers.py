@@ -4,7 +4,9 @@ Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D h
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from mindspeed_kernels.bundle import Kernels
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .rotary import Rotary
 
@@ -36,6 +39,8 @@ class DecoderConfig(TransformerConfig):
     windows: tuple[
         int | None, ...
     ] = ()  # sliding window of every layer of the whole model, itself counted; empty: none
+    unturned: frozenset[int] = frozenset()  # layers of the whole model without rotary embedding
+    interleaved: bool = False  # rotary pairs are neighbours (2 i, 2 i + 1), not halves (i, i + D / 2)
     num_tokens: int = 0  # true size of the vocabulary, without the rows that pad it
 
 
@@ -44,7 +49,7 @@ class PackedDocuments(PackedSeqParams):
     """What attention must know of each token, in the form in which megatron-core hands such things to it.
 
     ``documents`` (B, S): attention stays inside equal numbers. None: causal attention is enough.
-    ``turns``: cosines and sines (B, S, 1, D) of the rotary angles; the decoder adds them.
+    ``turns``: cosines and sines (B, S, 1, R) of the rotary angles, the first R <= D of each head; the decoder adds them.
     """
 
     documents: Tensor | None = None
@@ -95,6 +100,8 @@ class CoreAttention(nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.kernels is not None
         self.kernel, self.rotary = config.kernels.attention, config.kernels.rotary
         self.window = config.windows[layer_number - 1] if config.windows else None
+        self.is_turned = layer_number - 1 not in config.unturned
+        self.interleaved = config.interleaved
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -117,10 +124,43 @@ class CoreAttention(nn.Module):
         # Each tensor rank drops other elements: its heads are its own.
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()  # pyright: ignore[reportOptionalMemberAccess]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        q, k = self.rotary(q, *turns), self.rotary(k, *turns)
+        if self.is_turned:
+            q, k = self._turned(q, *turns), self._turned(k, *turns)
         with fork:
             out = self.kernel(q, k, v, documents=documents, window=self.window, scale=self.scale, dropout=dropout)
         return out.transpose(0, 1).flatten(2)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, S, heads, D) with its first R dimensions turned.   cos, sin (B, S, 1, R).
+
+        Neighbouring pairs come out as halves: queries and keys alike, so that their products are the same.
+        """
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        if self.interleaved:
+            turned = turned.unflatten(-1, (width // 2, 2)).transpose(-1, -2).flatten(-2)
+        turned = self.rotary(turned, cos, sin)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class NormedAdd(nn.Module):
+    """Adds the norm of what attention or the MLP computed to the residual stream (Ding et al., 2021: sandwich norm).
+
+    Stands where megatron-core has a function that adds without a norm.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that adds; megatron-core asks for it first."""
+        return partial(self._added, training)
+
+    def _added(self, training: bool, out: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        computed, bias = out
+        normed = self.norm(computed if bias is None else computed + bias)
+        return residual + functional.dropout(normed, dropout, training)
 
 
 class SwiGLU(MegatronModule):
@@ -150,9 +190,15 @@ class SpecProvider(LocalSpecProvider):
 
 
 def dense_layer(
-    *, qk_norm: bool, qkv_bias: bool, o_bias: bool, mlp_bias: bool, provider: BackendSpecProvider | None = None
+    *,
+    qk_norm: bool,
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool,
+    post_norms: DecoderConfig | None = None,
+    provider: BackendSpecProvider | None = None,
 ) -> ModuleSpec:
-    """A pre-norm decoder layer with a gated MLP."""
+    """A pre-norm decoder layer with a gated MLP. ``post_norms``: the configuration of norms behind attention and MLP."""
     provider = provider or SpecProvider()
     norm = provider.layer_norm(rms_norm=True)
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else IdentityOp
@@ -164,6 +210,9 @@ def dense_layer(
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
+    add: Any = get_bias_dropout_add
+    if post_norms is not None:
+        add = ModuleSpec(module=NormedAdd, params={"config": post_norms})
     mlp = MLPSubmodules(
         linear_fc1=_biased(column, mlp_bias),
         linear_fc2=_biased(row, mlp_bias),
@@ -176,14 +225,16 @@ def dense_layer(
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=add,
             # The names that megatron-core's own layers have in checkpoints, fused with Transformer Engine or not.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+                "self_attn_bda.norm.": "post_self_attn_layernorm.",
+                "mlp_bda.norm.": "post_mlp_layernorm.",
             },
         ),
     )
