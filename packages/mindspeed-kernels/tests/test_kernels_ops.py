@@ -1,6 +1,7 @@
 """Every implementation against the definition: values and gradients."""
 
 import logging
+import math
 import mmap
 import re
 import sys
@@ -13,6 +14,7 @@ import torch
 from mindspeed_kernels import bundle
 from mindspeed_kernels.bundle import Kernels, OpError
 from mindspeed_kernels.device import Device, DeviceError, detect, open_device
+from mindspeed_kernels.ops.activation import geglu
 from mindspeed_kernels.ops.attention import attention, sdpa, visible
 from mindspeed_kernels.ops.norm import rms_norm
 from mindspeed_kernels.ops.table import Implementation
@@ -128,7 +130,10 @@ def test_another_distribution_brings_an_implementation_that_is_taken_by_name(mon
         ("attention.sdpa", "attention has 'sdpa' already; rename it"),
         ("rms_norm.reference", "rms_norm has 'reference' already"),
         ("rms_norm", "rms_norm has '' already"),
-        ("rms_nrom.fast", "no operator rms_nrom; name it operator.implementation, with one of attention, rms_norm"),
+        (
+            "rms_nrom.fast",
+            "no operator rms_nrom; name it operator.implementation, with one of attention, geglu, rms_norm",
+        ),
     ],
 )
 def test_an_implementation_under_a_name_that_is_taken_or_means_nothing_is_refused(monkeypatch, name, text):
@@ -182,5 +187,13 @@ def test_on_cuda_attention_is_the_fused_one_and_is_named():
         "rms_norm": "reference",
         "attention": "sdpa",
         "swiglu": "reference",
+        "geglu": "reference",
         "rotary": "reference",
     }
+
+
+def test_geglu_is_the_gated_gelu_with_tanh_on_the_first_half():
+    x = torch.randn(3, 5, 22, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gate, up = x[..., :11], x[..., 11:]
+    by_hand = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    assert (geglu(x) - by_hand).abs().max() < 1e-14

@@ -11,6 +11,7 @@ from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
 from mindspeed_models.families.settings import HARMLESS
 from mindspeed_models.megatron.build import rotary
 from mindspeed_models.testing import TINY, tiny_config, tiny_model
+from torch.nn.functional import gelu, silu
 
 BASE = {
     "vocab_size": 131,
@@ -65,11 +66,19 @@ def test_the_description_is_what_transformers_builds(name):
     assert {arch.mlp_bias} == {m.bias is not None for n, m in mlp.named_children() if n.endswith("_proj")}
     assert arch.post_norms == hasattr(model.model.layers[0], "post_mlp_layernorm")
     turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
-    assert arch.unturned == {number for number, is_turned in enumerate(turns) if not is_turned}
+    assert arch.unturned == tuple(number for number, is_turned in enumerate(turns) if not is_turned)
     assert arch.rope.width(arch.head_dim) == 2 * model.model.rotary_emb.inv_freq.numel()
     assert arch.qk_norm == hasattr(attention, "q_norm")
     assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert arch.norm_eps == model.model.norm.variance_epsilon
+    norm = model.model.norm
+    assert arch.norm_eps == (norm.eps if family.name == "gemma" else norm.variance_epsilon)
+    one, two = torch.ones(1, arch.hidden), torch.full((1, arch.hidden), 2.0)
+    norm.weight.data.fill_(0.5)
+    assert torch.allclose(norm(one), one * (0.5 + arch.norm_offset), atol=1e-3)
+    act = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    assert torch.equal(act(two), gelu(two, approximate="tanh") if arch.activation == "geglu" else silu(two))
+    embedded = model.model.embed_tokens(torch.tensor([3]))
+    assert torch.allclose(embedded, model.model.embed_tokens.weight[3] * arch.embedding_scale)
     windows = arch.windows or (None,) * arch.num_layers
     by_mask = family.name in ("mistral", "phi3")  # and not by the layers
     everywhere = model.config.sliding_window if by_mask else None
@@ -177,7 +186,10 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are glm, glm4, llama, mistral"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, glm4, llama, mistral"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.1}, "resid_pdrop=0.1"),
         ({"model_type": "glm", "pad_token_id": 0, "partial_rotary_factor": 0.01}, "1 of 128 dimensions of a head"),
         ({"model_type": None}, "model_type None"),
@@ -262,4 +274,4 @@ def test_a_plug_in_adds_a_family(tmp_path, monkeypatch):
     (tmp_path / "plug-1.dist-info" / "entry_points.txt").write_text("[mindspeed.families]\nseed = plug:FAMILY\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "seed_oss" in families()
-    assert sorted(set(families()) - {"seed_oss"}) == ["llama", "mistral", "qwen2", "qwen3"]
+    assert sorted(set(families()) - {"seed_oss"}) == sorted(family.name for family in FAMILIES)

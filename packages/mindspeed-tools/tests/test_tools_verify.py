@@ -35,6 +35,8 @@ pytestmark = pytest.mark.dist
         ("phi3-longrope", "tp1"),
         ("smollm3", "pp2vpp2"),
         ("smollm3-window", "tp2,pp2"),
+        ("gemma", "tp2sp,pp2"),
+        ("gemma-bias", "tp2"),
         ("glm", "tp1,tp2"),
         ("glm4", "tp2sp,pp2"),
         pytest.param("glm4", "auto", marks=pytest.mark.slow),
@@ -53,9 +55,9 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
         assert [item.layout for item in report.layouts] == ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_narrower_precisions_hold_their_own_bounds(tmp_path, precision):
-    save_tiny("qwen3", tmp_path / "hf")
+@pytest.mark.parametrize(("name", "precision"), [("qwen3", "fp32"), ("qwen3", "bf16"), ("gemma", "bf16")])
+def test_narrower_precisions_hold_their_own_bounds(tmp_path, name, precision):
+    save_tiny(name, tmp_path / "hf")
     report = verify(tmp_path / "hf", None, layouts="tp1,tp2", precision=precision)
     assert report.holds, report
     assert all(item.logits > 1e-9 for item in report.layouts)  # it was not fp64

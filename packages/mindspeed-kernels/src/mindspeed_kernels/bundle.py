@@ -12,13 +12,13 @@ from typing import Any
 
 from .device import Device
 from .errors import UserError
-from .ops.activation import SWIGLU
+from .ops.activation import GEGLU, SWIGLU
 from .ops.attention import ATTENTION
 from .ops.norm import RMS_NORM
 from .ops.rotary import ROTARY
 from .ops.table import Implementation, Operator
 
-OPERATORS = {operator.name: operator for operator in (RMS_NORM, ATTENTION, SWIGLU, ROTARY)}
+OPERATORS = {operator.name: operator for operator in (RMS_NORM, ATTENTION, SWIGLU, GEGLU, ROTARY)}
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +33,7 @@ class Kernels:
     rms_norm: Callable[..., Any]
     attention: Callable[..., Any]
     swiglu: Callable[..., Any]
+    geglu: Callable[..., Any]
     rotary: Callable[..., Any]
     chosen: Mapping[str, str]
 

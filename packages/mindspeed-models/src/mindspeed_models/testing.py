@@ -78,6 +78,8 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_parameters": {k: v for k, v in _LONGROPE.items() if k != "original_max_position_embeddings"},
         "pad_token_id": 0,
     },
+    "gemma": {"model_type": "gemma", "head_dim": 24, "num_hidden_layers": 4},
+    "gemma-bias": {"model_type": "gemma", "attention_bias": True, "tie_word_embeddings": False},
     "glm": {"model_type": "glm", "head_dim": 24, "pad_token_id": 0},
     "glm4": {"model_type": "glm4", "head_dim": 24, "num_hidden_layers": 4, "pad_token_id": 0},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},

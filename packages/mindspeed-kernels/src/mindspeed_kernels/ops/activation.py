@@ -15,6 +15,12 @@ def swiglu(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    """gelu(a) * b of x (..., 2 N) = (a, b) (Shazeer, 2020), gelu by its approximation with tanh. Returns (..., N)."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _npu() -> Callable[..., Any]:
     from ..npu.activation import swiglu as npu
 
@@ -22,3 +28,4 @@ def _npu() -> Callable[..., Any]:
 
 
 SWIGLU = Operator(name="swiglu", reference=swiglu, faster={"npu": Implementation(load=_npu, kinds=("npu",))})
+GEGLU = Operator(name="geglu", reference=geglu, faster={})

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import ModelError
 from .arch import Arch, Rope
 from .family import Family
+from .gemma import GEMMA
 from .glm4 import GLM, GLM4
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -16,7 +17,7 @@ from .qwen3 import QWEN3
 from .settings import Settings
 from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (GLM, GLM4, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (GEMMA, GLM, GLM4, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
 
 __all__ = ["FAMILIES", "Arch", "Family", "Rope", "Settings", "describe", "families"]
 

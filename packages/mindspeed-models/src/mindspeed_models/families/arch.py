@@ -110,7 +110,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """A pre-norm decoder with grouped-query attention, rotary embedding, RMSNorm and a SwiGLU MLP."""
+    """A pre-norm decoder with grouped-query attention, rotary embedding, RMSNorm and a gated MLP."""
 
     family: str
     num_layers: int
@@ -129,7 +129,10 @@ class Arch:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, itself counted; empty: no layer has one
-    unturned: frozenset[int] = frozenset()  # layers without rotary embedding
+    unturned: tuple[int, ...] = ()  # layers without rotary embedding
+    activation: Literal["swiglu", "geglu"] = "swiglu"
+    norm_offset: float = 0.0  # added to the weight of every norm
+    embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
     post_norms: bool = False  # RMSNorm of what attention and MLP add, too
     attention_dropout: float = 0.0
 

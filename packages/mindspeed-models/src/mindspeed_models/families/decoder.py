@@ -8,13 +8,15 @@ from .arch import Arch, Rope
 from .settings import Settings
 
 
-def decoder_fields(settings: Settings, family: str, *, rope: Rope | None = None) -> dict[str, Any]:
+def decoder_fields(
+    settings: Settings, family: str, *, rope: Rope | None = None, activation: tuple[str, ...] = ("silu", "swish")
+) -> dict[str, Any]:
     """The fields of Arch that every Llama-like configuration names alike.
 
-    ``rope``: the rotary embedding, where it is not read in the plain way.
+    ``rope``: the rotary embedding, where it is not read in the plain way. ``activation``: what hidden_act may be.
     """
     heads, hidden = settings.take("num_attention_heads"), settings.take("hidden_size")
-    settings.expect("hidden_act", "silu", "swish")  # two names of one function
+    settings.expect("hidden_act", *activation)  # silu and swish are two names of one function
     return {
         "family": family,
         "num_layers": settings.take("num_hidden_layers"),

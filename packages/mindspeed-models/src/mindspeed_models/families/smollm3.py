@@ -18,7 +18,7 @@ def arch(settings: Settings) -> Arch:
         o_bias=bias,
         mlp_bias=bool(settings.take("mlp_bias")),
         windows=settings.windows(),
-        unturned=frozenset(layer for layer, is_turned in enumerate(turned) if not is_turned),
+        unturned=tuple(layer for layer, is_turned in enumerate(turned) if not is_turned),
     )
 
 

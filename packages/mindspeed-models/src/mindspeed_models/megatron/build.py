@@ -25,7 +25,7 @@ from torch.nn import functional
 from ..families.arch import Arch
 from ..weights.shards import Box
 from ..weights.source import Source
-from .geometry import VOCABULARY, local_pieces
+from .geometry import VOCABULARY, local_pieces, unwrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def decoder_config(
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
-        activation_func=functional.silu,
+        activation_func=functional.silu,  # not asked: the spec has the activation
         add_bias_linear=False,  # each linear layer is told by the spec
         use_te_activation_func=True,  # take the activation from the spec
         qk_layernorm=arch.qk_norm,
@@ -144,6 +144,9 @@ def decoder_config(
         windows=arch.windows,
         unturned=arch.unturned,
         interleaved=arch.rope.interleaved,
+        activation=arch.activation,
+        norm_offset=arch.norm_offset,
+        embedding_scale=arch.embedding_scale,
         num_tokens=arch.vocab,
         **communication_options(layout, device),
         **recompute,
@@ -158,11 +161,12 @@ def load_hf(chunks: Sequence[torch.nn.Module], source: Source, *, num_tokens: in
 def init_weights(
     chunks: Sequence[torch.nn.Module], *, std: float, seed: int, num_tokens: int, pg: ProcessGroupCollection
 ) -> None:
-    """Random weights: normal with deviation ``std``, norms 1, biases 0. The same whole model in every layout."""
+    """Random weights: normal with deviation ``std``, neutral norms, biases 0. The same whole model in every layout."""
+    unit = 1.0 - unwrapped(chunks[0]).config.norm_offset  # pyright: ignore[reportAttributeAccessIssue]  of DecoderConfig
 
     def draw(box: Box) -> Tensor:
         if len(box.whole) == 1:
-            value = 0.0 if box.key.endswith("bias") else 1.0
+            value = 0.0 if box.key.endswith("bias") else unit
             return torch.full(box.shape, value)
         digest = hashlib.blake2b(f"{seed} {box.key}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
@@ -39,8 +39,11 @@ class DecoderConfig(TransformerConfig):
     windows: tuple[
         int | None, ...
     ] = ()  # sliding window of every layer of the whole model, itself counted; empty: none
-    unturned: frozenset[int] = frozenset()  # layers of the whole model without rotary embedding
+    unturned: tuple[int, ...] = ()  # layers of the whole model without rotary embedding
     interleaved: bool = False  # rotary pairs are neighbours (2 i, 2 i + 1), not halves (i, i + D / 2)
+    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the gated MLP
+    norm_offset: float = 0.0  # added to the weight of every norm
+    embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
     num_tokens: int = 0  # true size of the vocabulary, without the rows that pad it
 
 
@@ -72,11 +75,15 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]  read by megatron-core
         self.eps = eps
+        self.offset = config.norm_offset
         self.kernel = config.kernels.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden_size) -> the same shape."""
-        return self.kernel(x, self.weight, self.eps)
+        if not self.offset:
+            return self.kernel(x, self.weight, self.eps)
+        # Gemma multiplies before it rounds: 1 + weight in bfloat16 would lose most of the weight.
+        return self.kernel(x.float(), self.offset + self.weight.float(), self.eps).to(x.dtype)
 
 
 class CoreAttention(nn.Module):
@@ -163,13 +170,13 @@ class NormedAdd(nn.Module):
         return residual + functional.dropout(normed, dropout, training)
 
 
-class SwiGLU(MegatronModule):
+class GatedActivation(MegatronModule):
     """The gated activation through the chosen kernel."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         assert config.kernels is not None
-        self.kernel = config.kernels.swiglu
+        self.kernel = getattr(config.kernels, config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., 2 N), the gate first -> (..., N)."""
@@ -186,7 +193,7 @@ class SpecProvider(LocalSpecProvider):
         return CoreAttention
 
     def activation_func(self) -> type:
-        return SwiGLU
+        return GatedActivation
 
 
 def dense_layer(
@@ -254,6 +261,12 @@ def _biased(linear: type, has_bias: bool) -> type:
 class Decoder(GPTModel):
     """GPTModel with explicit positions and a vocabulary whose padding stays out of the softmax."""
 
+    def __init__(self, config: DecoderConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        if self.pre_process and config.embedding_scale != 1:
+            # GPTModel makes its embedding itself, by name.
+            self.embedding.register_forward_hook(partial(_scaled, config.embedding_scale))
+
     def use_rotary(self, rotary: Rotary) -> None:
         """Take the angles from ``rotary``."""
         self.rotary_pos_emb = rotary
@@ -289,3 +302,8 @@ class Decoder(GPTModel):
             return logits
         padding = torch.arange(local, device=logits.device) >= true
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+
+def _scaled(scale: float, module: nn.Module, arguments: Any, embedded: Tensor) -> Tensor:
+    """What the embedding gives, times ``scale`` as a number of its dtype."""
+    return embedded * torch.tensor(scale, dtype=embedded.dtype).item()
