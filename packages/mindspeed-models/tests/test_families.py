@@ -48,6 +48,8 @@ def test_the_description_is_what_transformers_builds(name):
     family, arch = describe(json.loads(model.config.to_json_string()))
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     assert family.name == model.config.model_type == arch.family
+    assert arch.residual_dropout == getattr(attention, "residual_dropout", 0.0)
+    assert arch.attention_dropout == attention.attention_dropout
     assert (arch.vocab, arch.hidden) == tuple(model.model.embed_tokens.weight.shape)
     assert arch.num_layers == len(model.model.layers)
     assert arch.query_rows == attention.o_proj.in_features
@@ -186,7 +188,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, glm4, llama, mistral"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, glm4, internlm3, llama"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -261,17 +263,17 @@ def test_each_model_type_has_one_family():
 
 
 def test_a_plug_in_adds_a_family(tmp_path, monkeypatch):
-    config = {**json.loads(tiny_config("llama").to_json_string()), "model_type": "seed_oss", "head_dim": 16}
-    with pytest.raises(ModelError, match="model_type 'seed_oss' is not supported"):
+    config = {**json.loads(tiny_config("llama").to_json_string()), "model_type": "olmo", "head_dim": 16}
+    with pytest.raises(ModelError, match="model_type 'olmo' is not supported"):
         describe(config)
     (tmp_path / "plug.py").write_text(
         "import dataclasses\n"
         "from mindspeed_models.families.llama import LLAMA\n"
-        "FAMILY = dataclasses.replace(LLAMA, name='seed', model_types=('seed_oss',))\n"
+        "FAMILY = dataclasses.replace(LLAMA, name='seed', model_types=('olmo',))\n"
     )
     (tmp_path / "plug-1.dist-info").mkdir()
     (tmp_path / "plug-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")
     (tmp_path / "plug-1.dist-info" / "entry_points.txt").write_text("[mindspeed.families]\nseed = plug:FAMILY\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "seed_oss" in families()
-    assert sorted(set(families()) - {"seed_oss"}) == sorted(family.name for family in FAMILIES)
+    assert "olmo" in families()
+    assert sorted(set(families()) - {"olmo"}) == sorted(family.name for family in FAMILIES)

@@ -56,7 +56,7 @@ def _break(folder, how):
     [
         ("cut", "model.safetensors: cut short or damaged"),
         ("absent", "no model.safetensors and no model.safetensors.index.json"),
-        ("type", "model_type 'gpt_oss' is not supported; there are gemma, glm, glm4, llama, mistral"),
+        ("type", "model_type 'gpt_oss' is not supported; there are gemma, glm, glm4, internlm3, llama"),
     ],
 )
 @pytest.mark.parametrize("verb", ["to-megatron", "inspect"])

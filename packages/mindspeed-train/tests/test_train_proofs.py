@@ -137,6 +137,25 @@ def test_a_width_that_tp_does_not_divide_is_refused(tmp_path, made):
         make_plan(_recipe(made, layout="tp2"), open_source(tmp_path / "m").arch, 2)
 
 
+def test_what_layers_add_is_dropped_alike_on_tensor_ranks_and_embeddings_are_not(tmp_path, made, pool):
+    def loss(name, layout="tp1", **model):
+        recipe = _recipe(made, layout=layout, model={"path": str(tmp_path / name), **model})
+        return pool.run(ranks.one_loss, recipe, tmp_path, nproc=parse_layout(layout).ranks)[0][0]
+
+    save_tiny_chat("seed_oss", tmp_path / "some", residual_dropout=0.3, attention_dropout=0.0)
+    dropped = loss("some")
+    assert loss("some", "tp2") == pytest.approx(dropped, rel=1e-12)
+    assert abs(loss("some", dropout=0.0) - dropped) > 1e-3
+    # All that layers add is dropped: what is left is a model whose layers add nothing.
+    save_tiny_chat("seed_oss", tmp_path / "all", residual_dropout=1.0, attention_dropout=0.0)
+    without = save_tiny_chat("seed_oss", tmp_path / "without")
+    for layer in without.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    without.save_pretrained(tmp_path / "without")
+    assert loss("all") == pytest.approx(loss("without", dropout=0.0), rel=1e-12)
+
+
 def test_an_uneven_pipeline_keeps_every_layer(made, tmp_path, pool):
     recipe = _recipe(made, "llama-5L", "pp2")
     uneven = dataclasses.replace(recipe, megatron=dataclasses.replace(recipe.megatron, layers=(2, 3)))

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     init: Literal["weights", "random"] = "weights"  # random: the config of path, fresh weights
     init_std: float = 0.02  # of random weights
     tokenizer: str | None = None  # folder; None: beside the weights
-    dropout: float | None = None  # attention dropout probability; None: what the model's config says
+    dropout: float | None = None  # of attention, and of what layers add if the model has it; None: the model's own
 
 
 @dataclass(frozen=True, kw_only=True)

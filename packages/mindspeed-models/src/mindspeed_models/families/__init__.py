@@ -9,15 +9,17 @@ from .arch import Arch, Rope
 from .family import Family
 from .gemma import GEMMA
 from .glm4 import GLM, GLM4
+from .internlm3 import INTERNLM3
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .seed_oss import SEED_OSS
 from .settings import Settings
 from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (GEMMA, GLM, GLM4, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (GEMMA, GLM, GLM4, INTERNLM3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3)
 
 __all__ = ["FAMILIES", "Arch", "Family", "Rope", "Settings", "describe", "families"]
 

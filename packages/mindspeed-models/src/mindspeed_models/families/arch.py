@@ -135,6 +135,7 @@ class Arch:
     embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
     post_norms: bool = False  # RMSNorm of what attention and MLP add, too
     attention_dropout: float = 0.0
+    residual_dropout: float = 0.0  # of what attention and MLP add
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions"):

@@ -34,7 +34,7 @@ class BuildOptions:
 
     dtype: torch.dtype
     recompute: Literal["none", "selective", "full"] = "none"
-    dropout: float | None = None  # attention dropout; None: the model's own
+    dropout: float | None = None  # of attention, and of what layers add if the model has it; None: the model's own
     layers: tuple[int, ...] | None = None  # layers of each stage; None: evenly
     max_length: int = 0
 
@@ -78,6 +78,8 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             vp_stage=vp_stage,
         )
         chunk.use_rotary(rotary(arch))
+        if first:
+            chunk.embedding.embedding_dropout.p = 0.0  # megatron-core drops embeddings with what layers add
         _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
@@ -120,7 +122,9 @@ def decoder_config(
         use_te_activation_func=True,  # take the activation from the spec
         qk_layernorm=arch.qk_norm,
         attention_dropout=arch.attention_dropout if options.dropout is None else options.dropout,
-        hidden_dropout=0.0,
+        hidden_dropout=arch.residual_dropout
+        if options.dropout is None or not arch.residual_dropout
+        else options.dropout,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
