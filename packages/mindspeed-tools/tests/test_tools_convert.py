@@ -139,3 +139,33 @@ def test_inspect_of_a_gguf_file_tells_how_it_is_quantised(capsys):
     assert sum(found["quantised"].values()) == 272
     assert set(found["quantised"]) == {"F32", "Q4_1", "Q8_0"}
     assert found["files"] == {packaged_gguf.name: packaged_gguf.stat().st_size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("{hf}", "--against", "{hf}"), "hf: is not a checkpoint; make one with `mindspeed-convert to-megatron`"),
+        (("{ck}",), "ck: is a checkpoint; name the Hugging Face folder"),
+        (("{hf}", "--against", "{ck}", "--json", "{hf}/none/x.json"), "there is no folder"),
+        (("{hf}", "--against", "{ck}", "--json", "{hf}"), "is a directory"),
+        (("{hf}", "--layouts", "ep2dp2"), "--layouts ep2dp2: expert parallelism is not supported for family qwen3"),
+        (("{hf}", "--layouts", "cp2"), "--layouts cp2: context parallelism is not supported for family qwen3"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_anything_is_compared(tmp_path, capsys, arguments, text):
+    pytest.importorskip("mindspeed_train")
+    save_tiny("qwen3", tmp_path / "hf")
+    assert _convert("to-megatron", tmp_path / "hf", tmp_path / "ck") == 0
+    capsys.readouterr()
+    places = {"hf": tmp_path / "hf", "ck": tmp_path / "ck"}
+    assert _convert("verify", *(argument.format(**places) for argument in arguments)) == 2
+    found = capsys.readouterr()
+    assert text in found.err and "equal" not in found.out
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    save_tiny("qwen3", tmp_path / "hf")
+    (tmp_path / "file").write_text("in the way")
+    assert _convert("to-megatron", tmp_path / "hf", tmp_path / "file" / "ck") == 1
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'file'}" in message and "unforeseen" not in message

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -73,6 +74,22 @@ def run(group: click.Group, arguments: Sequence[str] | None = None) -> None:
     sys.exit(_code(group, arguments, debug))
 
 
+class NewFile(click.Path):
+    """A file that a command writes at its end: refused at its start if it cannot be written."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, checked."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"{path}: there is no folder {path.parent}", param, ctx)
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"{path}: the folder {path.parent} cannot be written to", param, ctx)
+        return path
+
+
 def _code(group: click.Group, arguments: list[str], debug: bool) -> int:
     try:
         result = group.main(args=arguments, prog_name=group.name, standalone_mode=False)
@@ -97,6 +114,9 @@ def _code(group: click.Group, arguments: list[str], debug: bool) -> int:
         return 2
     except RunError as error:
         _explain(error, debug)
+        return 1
+    except OSError as error:
+        _explain(RunError(f"{error.filename}: {error.strerror}") if error.filename and not debug else error, debug)
         return 1
     except Exception as error:
         if debug:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 from mindspeed_kernels.errors import RunError, UserError
+from mindspeed_runtime.cli import NewFile
 
 _out = click.argument("out", type=click.Path(path_type=Path))
 _force = click.option("--force", is_flag=True, help="Replace what is at OUT, as a whole.")
@@ -81,7 +82,7 @@ def inspect_command(path: Path, tensors: bool, as_json: bool) -> None:
     help="Of both computations; each has its own bound.",
 )
 @click.option("--gradients", is_flag=True, help="Compare the gradient of every weight too (fp64).")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("--json", "json_file", type=NewFile(), help="Write the report to a file.")
 def verify_command(
     model: Path, against: Path | None, layouts: str, precision: str, gradients: bool, json_file: Path | None
 ) -> None:

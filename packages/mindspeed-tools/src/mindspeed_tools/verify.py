@@ -104,6 +104,12 @@ def verify(
     if gradients and precision != "fp64":
         raise UserError(f"--gradients: they are compared in fp64, not in {precision}; leave --precision out")
     source = open_source(model)
+    if isinstance(source, CheckpointSource):
+        raise UserError(
+            f"{model}: is a checkpoint; name the Hugging Face folder or GGUF file that it came from, and it --against"
+        )
+    if against is not None and not isinstance(open_source(against, weights=False), CheckpointSource):
+        raise UserError(f"--against {against}: is not a checkpoint; make one with `mindspeed-convert to-megatron`")
     chosen = choose_layouts(source.arch, layouts)
     with tempfile.TemporaryDirectory(prefix="mindspeed-verify-") as folder:
         if against is None:
@@ -136,6 +142,9 @@ def choose_layouts(arch: Arch, text: str) -> list[Layout]:
 
 
 def _allows(arch: Arch, layout: Layout) -> str | None:
+    for name, degree in (("context", layout.context), ("expert", layout.expert)):
+        if degree > 1:
+            return f"{name} parallelism is not supported for family {arch.family}"
     for name, size in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("MLP columns", arch.ffn)):
         if size % layout.tensor:
             return f"{size} {name} do not divide by {layout.tensor}"
@@ -192,7 +201,6 @@ def _computed(
     folder: Path,
     say: Callable[[str], None],
 ) -> list[LayoutReport]:
-    assert isinstance(open_source(against), CheckpointSource)
     reports = []
     size = max(layout.ranks for layout in layouts)
     with Pool(size, preload=PRELOAD, log_dir=folder / "logs") as pool:

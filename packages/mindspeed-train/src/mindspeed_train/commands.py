@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 from mindspeed_kernels.errors import RunError
+from mindspeed_runtime.cli import NewFile
 from mindspeed_runtime.config import check_recipe, describe, load_recipe
 
 _recipe = click.argument("recipe", type=click.Path(path_type=Path))
@@ -118,7 +119,7 @@ def prove_group() -> None:
 @click.option(
     "--layouts", default="tp2,tp2sp,pp2,pp2vpp2,dp2,tp2pp2", show_default=True, help="Layouts, separated by commas."
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures to a file.")
+@click.option("--json", "json_file", type=NewFile(), help="Write the figures to a file.")
 def prove_layout_command(recipe: Path, overrides: tuple[str, ...], layouts: str, json_file: Path | None) -> None:
     """Compare layouts with one process, in fp64: losses, gradient norms, every gradient, every updated weight.
 
