@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import click
+from mindspeed_runtime.cli import NewFile
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
@@ -17,7 +18,7 @@ _WIDTH = 120  # of a table that goes into a file
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", nargs=-1, metavar="[CASE]...")
 @click.option("--pairs", type=click.IntRange(1), help="Pairs of each case; each has a default of its own.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every second to a file.")
+@click.option("--json", "json_path", type=NewFile(), help="Write every second to a file.")
 def main(names: tuple[str, ...], pairs: int | None, json_path: Path | None) -> None:
     """Measure CASEs, all if none is named, each in pairs with its peer."""
     if unknown := sorted(set(names) - set(CASES)):

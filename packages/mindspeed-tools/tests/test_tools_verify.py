@@ -58,6 +58,18 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
         assert [item.layout for item in report.layouts] == ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["gemma", "glm", "glm4", "internlm3", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"],
+)
+def test_every_family_holds_its_bound_in_fp32_in_every_layout(tmp_path, name):
+    save_tiny(name, tmp_path / "hf")
+    report = verify(tmp_path / "hf", None, precision="fp32")
+    assert report.holds and len(report.layouts) >= 4, report
+    assert all(item.tolerance == 1e-4 and item.logits > 1e-9 for item in report.layouts)
+
+
 @pytest.mark.parametrize(("name", "precision"), [("qwen3", "fp32"), ("qwen3", "bf16"), ("gemma", "bf16")])
 def test_narrower_precisions_hold_their_own_bounds(tmp_path, name, precision):
     save_tiny(name, tmp_path / "hf")

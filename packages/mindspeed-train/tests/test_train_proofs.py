@@ -30,7 +30,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    for name in ("qwen3", "llama-tied", "llama-5L"):
+    for name in ("qwen3", "llama-tied", "llama-5L", "glm4"):
         save_tiny_chat(name, folder / name)
     # 12 tokens: the second document of packed_leak is longer, the first is not.
     save_tiny_chat("llama-dynamic", folder / "llama-dynamic", max_position_embeddings=12)
@@ -108,6 +108,7 @@ def test_training_equals_plain_pytorch_training_of_the_transformers_model(made, 
         ("llama-tied", "pp2dp2", "bf16", True),
         ("qwen3", "pp2vpp2", "fp32", True),
         ("qwen3", "tp2dp2", "fp32", True),
+        ("glm4", "dp2", "bf16", True),
     ],
 )
 def test_the_plan_is_exact_to_the_byte(made, tmp_path, pool, name, layout, precision, sharded):

@@ -115,12 +115,11 @@ def _code(group: click.Group, arguments: list[str], debug: bool) -> int:
     except RunError as error:
         _explain(error, debug)
         return 1
-    except OSError as error:
-        _explain(RunError(f"{error.filename}: {error.strerror}") if error.filename and not debug else error, debug)
-        return 1
     except Exception as error:
         if debug:
             traceback.print_exc()
+        elif isinstance(error, OSError) and error.filename:
+            print(f"error: {error.filename}: {error.strerror}\n(--debug shows where)", file=sys.stderr)
         else:
             print(f"error: unforeseen {type(error).__name__}: {error}\n(--debug shows where)", file=sys.stderr)
         return 1

@@ -34,6 +34,12 @@ def decoder_fields(
     }
 
 
+def attention_biases(settings: Settings) -> dict[str, Any]:
+    """The fields that attention_bias sets where it puts a bias on q, k, v and o."""
+    bias = bool(settings.take("attention_bias"))
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """What a family calls the weights of a layer, where it does not do as Llama does."""

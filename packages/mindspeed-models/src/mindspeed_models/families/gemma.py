@@ -3,7 +3,7 @@
 import math
 
 from .arch import Arch
-from .decoder import decoder_fields, decoder_rules
+from .decoder import attention_biases, decoder_fields, decoder_rules
 from .family import Family
 from .settings import Settings
 
@@ -15,11 +15,9 @@ def arch(settings: Settings) -> Arch:
     settings.expect("hidden_activation", None, _TANH)  # what the first configurations said beside hidden_act
     settings.expect("use_bidirectional_attention", None, False)
     fields = decoder_fields(settings, "gemma", activation=(_TANH,))
-    bias = bool(settings.take("attention_bias"))
     return Arch(
         **fields,
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(settings),
         activation="geglu",
         norm_offset=1.0,
         embedding_scale=math.sqrt(fields["hidden"]),

@@ -1,7 +1,7 @@
 """InternLM3: Llama's graph, its biases under two names of their own."""
 
 from .arch import Arch
-from .decoder import decoder_fields, decoder_rules
+from .decoder import attention_biases, decoder_fields, decoder_rules
 from .family import Family
 from .settings import Settings
 
@@ -9,11 +9,9 @@ from .settings import Settings
 def arch(settings: Settings) -> Arch:
     """One switch for all biases; transformers refuses configurations in which the two differ."""
     settings.harmless("qkv_bias", "bias")  # transformers has put them into attention_bias and mlp_bias
-    bias = bool(settings.take("attention_bias"))
     return Arch(
         **decoder_fields(settings, "internlm3"),
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(settings),
         mlp_bias=bool(settings.take("mlp_bias")),
     )
 

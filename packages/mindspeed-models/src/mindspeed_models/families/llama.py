@@ -1,7 +1,7 @@
 """Llama 1 to 3.3 and what shares its graph: Yi, CodeLlama, DeepSeek-R1-Distill-Llama, SmolLM2."""
 
 from .arch import Arch
-from .decoder import decoder_fields, decoder_rules
+from .decoder import attention_biases, decoder_fields, decoder_rules
 from .family import Family
 from .settings import Settings
 
@@ -10,11 +10,9 @@ def arch(settings: Settings) -> Arch:
     """attention_bias puts a bias on q, k, v and o; mlp_bias on gate, up and down."""
     settings.harmless("pretraining_tp")  # without effect in transformers 5
     settings.expect("rope_interleaved", False)
-    bias = bool(settings.take("attention_bias"))
     return Arch(
         **decoder_fields(settings, "llama"),
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(settings),
         mlp_bias=bool(settings.take("mlp_bias")),
     )
 

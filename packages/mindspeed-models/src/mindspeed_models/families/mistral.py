@@ -9,8 +9,7 @@ from .settings import Settings
 def arch(settings: Settings) -> Arch:
     """A null sliding_window means none."""
     fields = decoder_fields(settings, "mistral")
-    window = settings.take_or("sliding_window", None)
-    return Arch(**fields, windows=() if window is None else (window,) * fields["num_layers"])
+    return Arch(**fields, windows=settings.one_window(fields["num_layers"]))
 
 
 MISTRAL = Family(name="mistral", model_types=("mistral",), arch=arch, rules=decoder_rules)

@@ -8,13 +8,12 @@ from .settings import Settings
 
 
 def arch(settings: Settings) -> Arch:
-    """A null sliding_window means none."""
+    """One sliding window for all layers, or none."""
     settings.harmless("embd_pdrop")  # without effect in transformers 5
     settings.harmless("original_max_position_embeddings")  # transformers has put it into rope_parameters
     settings.expect("resid_pdrop", 0.0)
     fields = decoder_fields(settings, "phi3", rope=settings.rope(partial=True))
-    window = settings.take_or("sliding_window", None)
-    return Arch(**fields, windows=() if window is None else (window,) * fields["num_layers"])
+    return Arch(**fields, windows=settings.one_window(fields["num_layers"]))
 
 
 def rules(arch: Arch) -> tuple[Rule, ...]:

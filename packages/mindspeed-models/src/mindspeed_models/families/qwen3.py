@@ -1,16 +1,15 @@
 """Qwen3, dense: every query and key head is normalised before the rotary embedding."""
 
 from .arch import Arch
-from .decoder import decoder_fields, decoder_rules
+from .decoder import attention_biases, decoder_fields, decoder_rules
 from .family import Family
 from .settings import Settings
 
 
 def arch(settings: Settings) -> Arch:
     """attention_bias, off in the published models, puts a bias on q, k, v and o."""
-    bias = bool(settings.take("attention_bias"))
     return Arch(
-        **decoder_fields(settings, "qwen3"), qkv_bias=bias, o_bias=bias, qk_norm=True, windows=settings.windows()
+        **decoder_fields(settings, "qwen3"), **attention_biases(settings), qk_norm=True, windows=settings.windows()
     )
 
 

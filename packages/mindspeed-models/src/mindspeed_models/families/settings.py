@@ -161,6 +161,11 @@ class Settings:
             found.append(window if kind == "sliding_attention" else None)
         return tuple(found) if any(found) else ()
 
+    def one_window(self, num_layers: int) -> tuple[int | None, ...]:
+        """The same sliding window for every layer, or none where ``sliding_window`` is null."""
+        window = self.take_or("sliding_window", None)
+        return () if window is None else (window,) * num_layers
+
     def finish(self) -> None:
         """ModelError for the first key that nobody read, that is not harmless, and that is not at its default."""
         if self.raw.get("quantization_config"):

@@ -1,7 +1,7 @@
 """SmolLM3: Llama with layers that know no positions (Yang et al., 2025: RoPE to NoPE and back again)."""
 
 from .arch import Arch
-from .decoder import decoder_fields, decoder_rules
+from .decoder import attention_biases, decoder_fields, decoder_rules
 from .family import Family
 from .settings import Settings
 
@@ -11,11 +11,9 @@ def arch(settings: Settings) -> Arch:
     settings.harmless("no_rope_layer_interval")  # transformers has put it into no_rope_layers
     fields = decoder_fields(settings, "smollm3")
     turned = settings.take("no_rope_layers")
-    bias = bool(settings.take("attention_bias"))
     return Arch(
         **fields,
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(settings),
         mlp_bias=bool(settings.take("mlp_bias")),
         windows=settings.windows(),
         unturned=tuple(layer for layer, is_turned in enumerate(turned) if not is_turned),
