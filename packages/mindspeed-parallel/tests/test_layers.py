@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from mindspeed_kernels.bundle import Kernels
+from mindspeed_parallel.megatron.layers import DecoderConfig, Norm, NormedAdd
 from tiny_training import (
     HEAD_DIM,
     LENGTH,
@@ -162,3 +164,35 @@ def test_an_attention_factor_scales_what_is_rotated():
     plain = Rotary(frequencies).turns(positions, torch.float64)
     scaled = Rotary(frequencies, attention_factor=1.25).turns(positions, torch.float64)
     assert all(torch.allclose(1.25 * one, other) for one, other in zip(plain, scaled, strict=True))
+
+
+def _layer_config(**fields):
+    base = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": 2, "normalization": "RMSNorm"}
+    return DecoderConfig(**base, kernels=Kernels.reference(), use_cpu_initialization=True, **fields)
+
+
+def _random(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_an_offset_norm_multiplies_before_it_rounds_as_gemma_does():
+    norm = Norm(_layer_config(params_dtype=torch.bfloat16, norm_offset=1.0), 24, 1e-6)
+    norm.weight.data.copy_(0.01 * _random(24, seed=1))
+    x = _random(64, 24, seed=2).bfloat16()
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(norm(x), (normed * (1 + norm.weight.float())).bfloat16())
+    assert not torch.equal(norm(x), normed.bfloat16() * (1 + norm.weight))  # the order matters here
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_norm_behind_a_layer_norms_its_bias_too_and_adds_to_the_residual(has_bias):
+    add = NormedAdd(_layer_config(layernorm_epsilon=EPS))
+    add.norm.weight.data.copy_(_random(24, seed=1))
+    out, bias, residual = (_random(3, 2, 24, seed=seed) for seed in (2, 3, 4))
+    bias = bias[0, 0] if has_bias else None
+    expected = residual + _norm(out if bias is None else out + bias, add.norm.weight)
+    assert torch.allclose(add(True, False)((out, bias), residual, 0.0), expected, atol=1e-6)
+    assert torch.equal(add(True, False)((out, bias), residual, 1.0), residual)  # all is dropped but the residual
+    assert torch.allclose(
+        add(False, False)((out, bias), residual, 1.0), expected, atol=1e-6
+    )  # nothing outside training
