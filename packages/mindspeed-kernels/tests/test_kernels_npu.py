@@ -15,6 +15,7 @@ import torch
 from mindspeed_kernels.bundle import OPERATORS, Kernels, OpError
 from mindspeed_kernels.device import Device
 from mindspeed_kernels.ops.attention import attention
+from mindspeed_kernels.ops.grouped import grouped_linear
 from mindspeed_kernels.ops.norm import rms_norm
 from mindspeed_kernels.ops.rotary import rotary
 from mindspeed_kernels.reference import fp64
@@ -29,6 +30,15 @@ SCHEMAS = (  # of torch_npu 2.13.0, read from its dispatcher
     "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)",
     "npu_swiglu(Tensor input, int dim=-1) -> Tensor",
     'npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) -> Tensor',
+    (
+        "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+        "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+        "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+        "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
+        "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
+        "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
+        "int? per_token_scale_dtype=None) -> Tensor[]"
+    ),
     (
         "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
         "Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
@@ -54,6 +64,17 @@ def _npu_rotary_mul(x, r1, r2, rotary_mode="half", rotate=None):
     assert r1.dim() == r2.dim() == 4 and r1.shape[-1] == x.shape[-1] and rotary_mode == "half" and rotate is None
     first, second = x.chunk(2, -1)
     return x * r1 + torch.cat((-second, first), -1) * r2
+
+
+def _npu_grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type, **_: object):
+    assert len(x) == len(weight) == 1 and split_item == 3 and group_list_type == 1 and group_list.dtype == torch.int64
+    sizes, (x,), (weight,) = group_list.tolist(), x, weight
+    with torch.no_grad():  # as on an NPU: no gradient comes back
+        if group_type == 0:
+            assert sum(sizes) == len(x)
+            return [torch.cat([part @ own for part, own in zip(x.split(sizes), weight, strict=True)])]
+        assert group_type == 2
+        return [torch.stack([a @ b for a, b in zip(x.split(sizes, 1), weight.split(sizes), strict=True)])]
 
 
 def _npu_fusion_attention(
@@ -96,7 +117,7 @@ def kernels(library, monkeypatch):
     shim = types.ModuleType("torch_npu")
     shim.__getattr__ = lambda name: getattr(torch.ops.npu, name)
     monkeypatch.setitem(sys.modules, "torch_npu", shim)
-    for name in ("norm", "activation", "rotary", "attention"):
+    for name in ("norm", "activation", "rotary", "attention", "grouped"):
         monkeypatch.delitem(sys.modules, f"mindspeed_kernels.npu.{name}", raising=False)
     return Kernels.for_device(NPU)
 
@@ -117,7 +138,29 @@ def _random(*shape):
 
 
 def test_auto_takes_the_npu_implementation_of_every_operator_that_has_one(kernels):
-    assert kernels.chosen == {**dict.fromkeys(OPERATORS, "npu"), "geglu": "reference"}
+    assert kernels.chosen == {**dict.fromkeys(OPERATORS, "npu"), "geglu": "reference", "routing": "reference"}
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 8, 0), (8, 0, 0), (0, 0, 0)])
+def test_grouped_products_mean_on_an_npu_what_they_mean_by_definition(kernels, counts):
+    inputs, counts = [_random(sum(counts), 6), _random(3, 5, 6)], torch.tensor(counts)
+    with fp64():
+        ours, reference = (partial(function, counts=counts) for function in (kernels.grouped_linear, grouped_linear))
+        if sum(counts):
+            assert _same(ours, reference, inputs) < 1e-12
+        else:
+            given = [x.requires_grad_() for x in inputs]
+            out = ours(*given)
+            assert out.shape == (0, 5) and all(
+                torch.equal(gradient, torch.zeros_like(x))
+                for gradient, x in zip(torch.autograd.grad(out.sum(), given), given, strict=True)
+            )
+
+
+def test_the_grouped_product_of_an_npu_alone_gives_no_gradient(kernels):
+    x, weight = _random(8, 6).requires_grad_(), _random(3, 6, 5).requires_grad_()
+    options = {"group_list": torch.tensor([3, 0, 5]), "split_item": 3, "group_type": 0, "group_list_type": 1}
+    assert not torch.ops.npu.npu_grouped_matmul([x], [weight], **options)[0].requires_grad
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "documents"])

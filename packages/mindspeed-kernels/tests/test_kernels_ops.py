@@ -6,7 +6,7 @@ import mmap
 import re
 import sys
 import types
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -16,7 +16,9 @@ from mindspeed_kernels.bundle import Kernels, OpError
 from mindspeed_kernels.device import Device, DeviceError, detect, open_device
 from mindspeed_kernels.ops.activation import geglu
 from mindspeed_kernels.ops.attention import attention, sdpa, visible
+from mindspeed_kernels.ops.grouped import grouped_linear, grouped_mm
 from mindspeed_kernels.ops.norm import rms_norm
+from mindspeed_kernels.ops.routing import Choice, routing
 from mindspeed_kernels.ops.table import Implementation
 from mindspeed_kernels.reference import fp64
 from torch.nn import functional
@@ -132,7 +134,7 @@ def test_another_distribution_brings_an_implementation_that_is_taken_by_name(mon
         ("rms_norm", "rms_norm has '' already"),
         (
             "rms_nrom.fast",
-            "no operator rms_nrom; name it operator.implementation, with one of attention, geglu, rms_norm",
+            "no operator rms_nrom; name it operator.implementation, with one of attention, geglu, grouped_linear, rms_norm",
         ),
     ],
 )
@@ -140,6 +142,47 @@ def test_an_implementation_under_a_name_that_is_taken_or_means_nothing_is_refuse
     _plug(monkeypatch, name, Implementation(load=lambda: _doubled, kinds=("cpu",)))
     with pytest.raises(OpError, match=re.escape(text)):
         Kernels.for_device(CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(0, 5, 2, 0), (7, 0, 0, 0), (1, 2, 3, 1)])
+def test_the_grouped_product_of_pytorch_equals_the_definition_with_its_gradients(dtype, counts):
+    fast = Kernels.for_device(CPU, {"grouped_linear": "grouped_mm"}).grouped_linear
+    assert fast is grouped_mm and Kernels.for_device(CPU).grouped_linear is grouped_linear
+    found = []
+    for function in (grouped_linear, fast):
+        generator = torch.Generator().manual_seed(4)
+        x, weight = (
+            torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((7, 16), (4, 24, 16))
+        )
+        out = function(x, weight, torch.tensor(counts))
+        found.append((out, *torch.autograd.grad(out.sum(), (x, weight))))  # an expanded gradient
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+def test_experts_are_chosen_by_score_and_bias_and_weighed_by_score():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [-1.0, 0.0, 1.0, 2.0]], dtype=torch.float64)
+    choice = Choice(top_k=1, score="sigmoid", normalised=False, scale=2.5)
+    weights, chosen = routing(logits, choice, torch.tensor([0.0, 0.2, 0.0, 0.0]))
+    assert chosen.tolist() == [[1], [3]]
+    torch.testing.assert_close(weights, 2.5 * logits.gather(1, chosen).sigmoid())
+    weights, chosen = routing(logits, Choice(top_k=3, score="softmax", normalised=True))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(weights, logits.gather(1, chosen).softmax(-1))
+    assert chosen.tolist() == [[0, 1, 2], [3, 2, 1]]
+
+
+def test_a_group_is_worth_its_best_score_or_its_two_best():
+    logits = torch.tensor([[0.9, -9.0, 0.8, 0.8, 0.1, 0.2]])
+    two = Choice(top_k=2, score="softmax", normalised=False, groups=3, top_groups=1)
+    assert sorted(routing(logits, two)[1][0].tolist()) == [2, 3]
+    assert routing(logits, replace(two, group_score="best"))[1].tolist() == [[0, 1]]
+
+
+def test_sigmoids_that_have_all_vanished_do_not_divide_by_nothing():
+    weights, _ = routing(torch.full((1, 4), -200.0), Choice(top_k=2, score="sigmoid", normalised=True))
+    assert weights.tolist() == [[0.0, 0.0]]
 
 
 def test_a_bundle_cannot_be_changed():
@@ -189,6 +232,8 @@ def test_on_cuda_attention_is_the_fused_one_and_is_named():
         "swiglu": "reference",
         "geglu": "reference",
         "rotary": "reference",
+        "routing": "reference",
+        "grouped_linear": "reference",
     }
 
 

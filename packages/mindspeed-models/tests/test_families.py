@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mindspeed_kernels.ops.routing import routing
 from mindspeed_models.errors import ModelError
 from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
 from mindspeed_models.families.settings import HARMLESS
@@ -46,7 +47,12 @@ def test_the_description_is_what_transformers_builds(name):
     """Every size and switch is read off the modules of a real model, not off its configuration."""
     model = tiny_model(name)
     family, arch = describe(json.loads(model.config.to_json_string()))
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    attention, mlps = model.model.layers[0].self_attn, [layer.mlp for layer in model.model.layers]
+    experts = {number: mlp for number, mlp in enumerate(mlps) if hasattr(mlp, "experts")}
+    assert arch.expert_layers == tuple(experts)
+    for block in experts.values():
+        _check_experts(arch.moe, block)
+    mlp = next((mlp for mlp in mlps if not hasattr(mlp, "experts")), None)
     assert family.name == model.config.model_type == arch.family
     assert arch.residual_dropout == getattr(attention, "residual_dropout", 0.0)
     assert arch.attention_dropout == attention.attention_dropout
@@ -60,31 +66,76 @@ def test_the_description_is_what_transformers_builds(name):
         assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
     assert arch.head_dim == attention.head_dim
     assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
-    assert arch.ffn == mlp.down_proj.in_features
+    assert mlp is None or arch.ffn == mlp.down_proj.in_features
     assert {arch.qkv_bias} == {
         m.bias is not None for n, m in attention.named_children() if n[0] in "qkv" and "proj" in n
     }
     assert arch.o_bias == (attention.o_proj.bias is not None)
-    assert {arch.mlp_bias} == {m.bias is not None for n, m in mlp.named_children() if n.endswith("_proj")}
+    projections = [] if mlp is None else [m for n, m in mlp.named_children() if n.endswith("_proj")]
+    assert all(arch.mlp_bias == (projection.bias is not None) for projection in projections)
     assert arch.post_norms == hasattr(model.model.layers[0], "post_mlp_layernorm")
     turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
     assert arch.unturned == tuple(number for number, is_turned in enumerate(turns) if not is_turned)
     assert arch.rope.width(arch.head_dim) == 2 * model.model.rotary_emb.inv_freq.numel()
     assert arch.qk_norm == hasattr(attention, "q_norm")
     assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    _check_functions(arch, model, (mlp or mlps[0].experts))
+    windows = arch.windows or (None,) * arch.num_layers
+    by_mask = family.name in ("mistral", "phi3", "mixtral", "qwen3_moe")  # and not by the layers
+    everywhere = model.config.sliding_window if by_mask else None
+    assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+
+
+def _check_functions(arch, model, acting):
+    """Norm, activation and embedding, by what they compute."""
     norm = model.model.norm
-    assert arch.norm_eps == (norm.eps if family.name == "gemma" else norm.variance_epsilon)
+    assert arch.norm_eps == (norm.eps if arch.family == "gemma" else norm.variance_epsilon)
     one, two = torch.ones(1, arch.hidden), torch.full((1, arch.hidden), 2.0)
     norm.weight.data.fill_(0.5)
     assert torch.allclose(norm(one), one * (0.5 + arch.norm_offset), atol=1e-3)
-    act = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    act = acting.act_fn if hasattr(acting, "act_fn") else acting.activation_fn
     assert torch.equal(act(two), gelu(two, approximate="tanh") if arch.activation == "geglu" else silu(two))
     embedded = model.model.embed_tokens(torch.tensor([3]))
     assert torch.allclose(embedded, model.model.embed_tokens.weight[3] * arch.embedding_scale)
-    windows = arch.windows or (None,) * arch.num_layers
-    by_mask = family.name in ("mistral", "phi3")  # and not by the layers
-    everywhere = model.config.sliding_window if by_mask else None
-    assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+
+
+def _check_experts(moe, block):
+    assert tuple(block.experts.gate_up_proj.shape[:2]) == (moe.num_experts, 2 * moe.ffn)
+    assert moe.top_k == block.gate.top_k
+    shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
+    assert moe.shared_ffn == (0 if shared is None else shared.down_proj.in_features)
+    assert moe.shared_gate == hasattr(block, "shared_expert_gate")
+    assert moe.bias == hasattr(block.gate, "e_score_correction_bias")
+    x = torch.randn(7, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(2))
+    logits, weights, chosen = block.gate(x)
+    ours = routing(logits, moe.choice(), block.gate.e_score_correction_bias if moe.bias else None)
+    order, ours_order = chosen.argsort(-1), ours[1].argsort(-1)
+    assert torch.equal(chosen.gather(1, order), ours[1].gather(1, ours_order))
+    torch.testing.assert_close(ours[0].gather(1, ours_order), weights.gather(1, order))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_experts_per_tok": 9}, "experts: 9 of 8 cannot be chosen for a token"),
+        ({"n_group": 3}, "experts: 8 do not divide into 3 groups"),
+        ({"n_group": 8, "topk_group": 4}, "experts: a group of 1 has no two best scores"),
+        ({"n_group": 4, "topk_group": 1}, "experts: 3 of 2 cannot be chosen for a token"),
+        ({"n_group": 2, "topk_group": 3}, "experts: the best 3 of 2 groups cannot be taken"),
+        ({"num_experts_per_tok": 0}, "experts: top_k is 0; it must be at least 1"),
+        ({"output_router_logits": True}, "output_router_logits=True is not supported for glm4_moe; only False"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(changes, text):
+    with pytest.raises(ModelError, match=text):
+        describe(tiny_config("glm4_moe", **changes).to_dict())
+
+
+def test_a_key_that_transformers_knows_by_two_names_is_read_by_either():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    for name in ("num_experts", "num_local_experts"):
+        assert describe({**sizes, "model_type": "qwen3_moe", name: 12})[1].moe.num_experts == 12
+        assert describe({**sizes, "model_type": "mixtral", name: 12})[1].moe.num_experts == 12
 
 
 @pytest.mark.parametrize(
@@ -188,7 +239,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, glm4, internlm3, llama"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, "),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -112,11 +112,41 @@ def test_what_does_not_divide_is_refused_with_what_would_do(name, changes, ranks
         check_plan(_recipe(**changes), _arch(name), ranks)
 
 
-def test_axes_that_a_dense_model_lacks_are_refused():
-    for axis in ("context", "expert"):
-        recipe = replace(_recipe(), parallel=ParallelConfig(**{axis: 2}))
-        with pytest.raises(ConfigError, match=f"parallel.{axis}=2: not supported for family llama"):
-            check_plan(recipe, _arch("llama"), 2)
+@pytest.mark.parametrize(
+    ("name", "ranks", "axes", "text"),
+    [
+        ("llama", 2, {"context": 2}, "parallel.context=2: not supported for family llama; use 1"),
+        ("llama", 2, {"expert": 2}, "parallel.expert=2: family llama has no experts; use 1"),
+        ("qwen3_moe", 4, {"expert": 4}, "parallel.expert=4: 6 experts do not divide by it; use one of 1, 2$"),
+        ("qwen3_moe", 4, {"expert": 3}, "expert=3: 4 ranks of a pipeline stage do not divide by it; use one of 1, 2$"),
+        (
+            "qwen3_moe",
+            2,
+            {"expert": 2, "pipeline": 2},
+            "1 ranks of a pipeline stage do not divide by it; use one of 1$",
+        ),
+        ("qwen3_moe", 2, {"tensor": 2}, "parallel.tensor=2: .* share out the tokens; set parallel.sequence to true"),
+        ("qwen2_moe", 2, {"context": 2}, "parallel.context=2: not supported for family qwen2_moe"),
+    ],
+)
+def test_axes_that_a_model_lacks_or_does_not_divide_are_refused(name, ranks, axes, text):
+    with pytest.raises(ConfigError, match=text):
+        check_plan(replace(_recipe(), parallel=ParallelConfig(**axes)), _arch(name), ranks)
+
+
+@pytest.mark.parametrize(("expert", "tensor"), [(1, 1), (2, 1), (2, 2), (6, 1)])
+def test_experts_are_dealt_to_ranks_and_their_state_to_the_copies(expert, tensor):
+    arch, size = _arch("qwen3_moe"), 6 * tensor
+    parallel = ParallelConfig(expert=expert, tensor=tensor, sequence=tensor > 1)
+    plan = make_plan(replace(_recipe(global_batch=6), parallel=parallel), arch, size)
+    experts = len(arch.moe.layers) * arch.moe.num_experts * 3 * arch.moe.ffn * arch.hidden
+    others = make_plan(_recipe(tensor=1), arch, 1).model_parameters - experts
+    assert plan.model_parameters == others + experts
+    alike = [rank for rank in plan.ranks if rank.tensor_rank == 0]
+    assert {rank.parameters for rank in alike} == {plan.ranks[0].parameters}
+    if tensor == 1:
+        assert plan.ranks[0].parameters == others + experts // expert
+        assert sum(rank.optimizer_bytes for rank in plan.ranks) == 12 * (others + experts)
 
 
 def test_the_command_prints_what_the_function_says(tmp_path):

@@ -20,7 +20,7 @@ def test_a_complete_account_is_closed_with_its_totals():
     for name in "ab":
         for row in (4, 0, 2):
             ledger.used(name, row, (2, 3))
-    ledger.written("t", (12, 3))
+    ledger.written("t", 0, (12, 3))
     assert ledger.close() == Totals(sources=2, targets=1, elements=36)
 
 
@@ -40,7 +40,7 @@ def test_a_source_that_is_not_used_exactly_once_is_named(spans, text):
     ledger.used("a", 0, (6, 3))
     for start, stop in spans:
         ledger.used("b", start, (stop - start, 3))
-    ledger.written("t", (12, 3))
+    ledger.written("t", 0, (12, 3))
     with pytest.raises(WeightError, match=text):
         ledger.close()
 
@@ -51,8 +51,8 @@ def test_a_target_that_is_not_written_exactly_once_is_named():
         ledger.used(name, 0, (6, 3))
     with pytest.raises(WeightError, match="t: rows 0 to 12 were never written"):
         ledger.close()
-    ledger.written("t", (12, 3))
-    ledger.written("t", (12, 3))
+    ledger.written("t", 0, (12, 3))
+    ledger.written("t", 0, (12, 3))
     with pytest.raises(WeightError, match="t: rows 0 to 12 were twice written"):
         ledger.close()
 
@@ -67,7 +67,7 @@ def test_what_is_no_part_of_the_conversion_is_named():
 def test_elements_that_are_lost_on_the_way_are_counted():
     ledger = Ledger({"a": (6,)}, {"t": (5,)})
     ledger.used("a", 0, (6,))
-    ledger.written("t", (5,))
+    ledger.written("t", 0, (5,))
     with pytest.raises(WeightError, match="6 elements were used and 5 written"):
         ledger.close()
 

@@ -22,7 +22,14 @@ def _size(layout):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama-bias", "tp2"), ("qwen3", "pp2vpp2"), ("llama-tied", "tp2pp2"), ("llama-6q3kv", "tp3")],
+    [
+        ("llama-bias", "tp2"),
+        ("qwen3", "pp2vpp2"),
+        ("llama-tied", "tp2pp2"),
+        ("llama-6q3kv", "tp3"),
+        ("qwen2_moe", "ep2dp2"),
+        ("glm4_moe", "tp2pp2sp"),
+    ],
 )
 def test_megatron_core_reads_a_converted_checkpoint_itself(tmp_path, pool, name, layout):
     """131 tokens: on two and on three tensor ranks some rows of the vocabulary are padding."""
@@ -38,7 +45,10 @@ def test_megatron_core_reads_a_converted_checkpoint_itself(tmp_path, pool, name,
                 assert same.all(), key
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp1"), ("qwen3", "tp2"), ("llama-tied", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3", "tp1"), ("qwen3", "tp2"), ("llama-tied", "tp2"), ("mixtral", "tp1"), ("mixtral", "ep2dp2")],
+)
 def test_stock_megatron_computes_with_a_converted_checkpoint(tmp_path, pool, name, layout):
     model = save_tiny(name, tmp_path / "hf")
     to_megatron(open_source(tmp_path / "hf"), tmp_path / "ck")
@@ -50,7 +60,10 @@ def test_stock_megatron_computes_with_a_converted_checkpoint(tmp_path, pool, nam
         assert float((logits - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
-@pytest.mark.parametrize(("name", "layouts"), [("llama-6q3kv", ("tp3", "tp1")), ("qwen2", ("tp2pp2", "pp2vpp2"))])
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [("llama-6q3kv", ("tp3", "tp1")), ("qwen2", ("tp2pp2", "pp2vpp2")), ("glm4_moe", ("ep2dp2", "tp2sp", "tp2pp2sp"))],
+)
 def test_a_checkpoint_that_went_through_layouts_exports_the_same_bits(tmp_path, pool, name, layouts):
     save_tiny(name, tmp_path / "hf")
     to_megatron(open_source(tmp_path / "hf"), tmp_path / "ck0")
@@ -68,7 +81,7 @@ def test_a_checkpoint_that_went_through_layouts_exports_the_same_bits(tmp_path, 
     assert after.entries["model.embed_tokens.weight"].shape[0] == 131
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp2pp2"), ("llama-6q3kv", "tp3")])
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp2pp2"), ("llama-6q3kv", "tp3"), ("glm4_moe", "tp2ep2dp2sp")])
 def test_each_rank_reads_the_bytes_that_it_holds_and_no_others(tmp_path, pool, name, layout):
     save_tiny(name, tmp_path / "hf")
     for read, held in pool.run(ranks.bytes_read, layout, tmp_path / "hf", nproc=_size(layout)):

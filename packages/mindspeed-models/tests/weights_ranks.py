@@ -1,12 +1,14 @@
 """What the weight tests run in rank processes."""
 
 import contextlib
+from unittest import mock
 
 import torch
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import open_device
-from mindspeed_models.megatron.build import BuildOptions, build, load_hf
+from mindspeed_models.megatron.build import BuildOptions, build, load_hf, padded_vocabulary
 from mindspeed_models.megatron.checkpoint import load_model, save_model
+from mindspeed_models.megatron.geometry import local_pieces
 from mindspeed_models.weights.safetensors_files import SafetensorsFolder
 from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import parse_layout
@@ -29,7 +31,16 @@ def built(rank, layout, source):
 
 
 def _weights(chunks):
-    return {f"{n}.{name}": p.detach().clone() for n, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    return {
+        f"{n}.{name}": tensor.detach().clone()
+        for n, chunk in enumerate(chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+    }
+
+
+def _spoil(chunk):
+    for tensor in (*chunk.parameters(), *chunk.buffers()):
+        tensor.data.fill_(float("nan"))
 
 
 def loaded_by_megatron(rank, layout, checkpoint):
@@ -41,14 +52,12 @@ def loaded_by_megatron(rank, layout, checkpoint):
         ours = {}
         for fill in (load_hf, load_model):
             for chunk in chunks:
-                for parameter in chunk.parameters():
-                    parameter.data.fill_(float("nan"))
+                _spoil(chunk)
             first = source if fill is load_hf else checkpoint / "model"
             fill(chunks, first, num_tokens=source.arch.vocab, pg=pg)
             ours[fill.__name__] = _weights(chunks)
         for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.data.fill_(float("nan"))
+            _spoil(chunk)
         metadata = {"non_homogeneous_layers": True, "dp_cp_group": pg.dp_cp}
         wanted = {f"model{n}": chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
         strict = dist_checkpointing.validation.StrictHandling.RETURN_ALL
@@ -67,13 +76,17 @@ def stock_logits(rank, layout, checkpoint, tokens, *, qk_norm, tied):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
     arch = open_source(checkpoint).arch
     device = open_device("cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(rank, device, 60))
         stack.enter_context(activate({}, device))
-        stack.enter_context(megatron_groups.open(parse_layout(layout), rank.size, timeout_s=60))
+        # Its router asks for this name of Transformer Engine, which without that library is not bound. Ours does not.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        groups = stack.enter_context(megatron_groups.open(parse_layout(layout), rank.size, timeout_s=60))
+        experts = None if arch.moe is None else arch.moe.num_experts
         config = TransformerConfig(
             num_layers=arch.num_layers,
             hidden_size=arch.hidden,
@@ -92,13 +105,24 @@ def stock_logits(rank, layout, checkpoint, tokens, *, qk_norm, tied):
             bias_activation_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            tensor_model_parallel_size=rank.size,
+            tensor_model_parallel_size=groups.layout.tensor,
+            expert_model_parallel_size=groups.layout.expert,
+            expert_tensor_parallel_size=1,
+            num_moe_experts=experts,
+            moe_ffn_hidden_size=None if arch.moe is None else arch.moe.ffn,
+            moe_router_topk=2,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
             use_cpu_initialization=True,
         )
+        spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=qk_norm)
+        if experts:
+            # Layers of Transformer Engine, which trainings have, store this norm under its own name.
+            del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm),
-            vocab_size=-(-arch.vocab // rank.size) * rank.size,
+            spec,
+            vocab_size=padded_vocabulary(arch.vocab, groups.layout.tensor),
             max_sequence_length=64,
             position_embedding_type="rope",
             rotary_base=arch.rope.theta,
@@ -109,7 +133,7 @@ def stock_logits(rank, layout, checkpoint, tokens, *, qk_norm, tied):
         # Not there: what layers of Transformer Engine keep beside their weights, which is empty here.
         strict = dist_checkpointing.validation.StrictHandling.RETURN_ALL
         found, missing, unexpected = dist_checkpointing.load(wanted, str(checkpoint / "model"), strict=strict)
-        assert not missing and all("_extra_state" in key for key in unexpected)
+        assert not missing and all("_extra_state" in key for key in unexpected), (missing, unexpected)
         model.load_state_dict(found, strict=False)
         length = tokens.shape[1]
         positions = torch.arange(length)[None].expand(tokens.shape)
@@ -142,7 +166,7 @@ def bytes_read(rank, layout, model):
     try:
         with built(rank, layout, source) as (chunks, pg):
             load_hf(chunks, source, num_tokens=source.arch.vocab, pg=pg)
-            held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+            held = sum(tensor.numel() for tensor in local_pieces(chunks, source.arch.vocab, pg))
             padding = _padding(chunks, source.arch.vocab, pg)
     finally:
         SafetensorsFolder.read = true_read

@@ -199,19 +199,11 @@ def test_expert_split_sizes_leave_the_device_as_numbers():
         assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def test_the_router_multiplies_without_transformer_engine():
-    x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7, requires_grad=True)
-    with pytest.raises(NameError, match="te_general_gemm"):  # stock
-        moe_utils.router_gating_linear(x, weight, None, torch.float32)
-    with activate({}, CPU):
-        torch.testing.assert_close(moe_utils.router_gating_linear(x, weight, None, torch.float32), x @ weight.T)
-
-
 def test_what_is_on_follows_from_the_device_and_what_was_asked():
-    assert [feature.name for feature, _ in resolve({}, CPU)] == ["device", "router"]
-    assert [feature.name for feature, _ in resolve({}, Device(kind="cuda"))] == ["router"]
+    assert [feature.name for feature, _ in resolve({}, CPU)] == ["device"]
+    assert [feature.name for feature, _ in resolve({}, Device(kind="cuda"))] == []
     asked = resolve({"torch_adam": {}}, Device(kind="cuda"))
-    assert [feature.name for feature, _ in asked] == ["router", "torch_adam"]
+    assert [feature.name for feature, _ in asked] == ["torch_adam"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ def test_no_two_ranks_stages_or_steps_drop_the_same_elements(pool):
     ("text", "num_ranks", "message"),
     [
         ("tp2pp2", 2, "layout tp2pp2: takes 4 processes, 2 were started"),
-        ("ep2", 1, "layout ep2: expert=2 does not divide data x context = 1"),
+        ("ep2", 1, "layout ep2: expert=2 does not divide the 1 ranks of a stage"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_any_group_is_made(text, num_ranks, message):

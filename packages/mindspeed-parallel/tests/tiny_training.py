@@ -22,7 +22,7 @@ from mindspeed_kernels.reference import fp64
 from mindspeed_parallel.layout import parse_layout
 from mindspeed_parallel.megatron import groups as megatron_groups
 from mindspeed_parallel.megatron.features import activate
-from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, PackedDocuments, Rotary, dense_layer
+from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, PackedDocuments, Rotary, decoder_layer
 from mindspeed_runtime.launch import Rank, world
 from torch.nn import functional
 
@@ -94,7 +94,7 @@ def config_for(groups, **changes):
 def chunks_for(groups, config, norm=Norm):
     layout = groups.layout
     frequencies = 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    layer = dense_layer(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=False)
+    layer = decoder_layer(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=False)
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None

@@ -56,7 +56,7 @@ def _break(folder, how):
     [
         ("cut", "model.safetensors: cut short or damaged"),
         ("absent", "no model.safetensors and no model.safetensors.index.json"),
-        ("type", "model_type 'gpt_oss' is not supported; there are gemma, glm, glm4, internlm3, llama"),
+        ("type", "model_type 'gpt_oss' is not supported; there are gemma, glm, "),
     ],
 )
 @pytest.mark.parametrize("verb", ["to-megatron", "inspect"])
@@ -148,8 +148,8 @@ def test_inspect_of_a_gguf_file_tells_how_it_is_quantised(capsys):
         (("{ck}",), "ck: is a checkpoint; name the Hugging Face folder"),
         (("{hf}", "--against", "{ck}", "--json", "{hf}/none/x.json"), "there is no folder"),
         (("{hf}", "--against", "{ck}", "--json", "{hf}"), "is a directory"),
-        (("{hf}", "--layouts", "ep2dp2"), "--layouts ep2dp2: expert parallelism is not supported for family qwen3"),
-        (("{hf}", "--layouts", "cp2"), "--layouts cp2: context parallelism is not supported for family qwen3"),
+        (("{hf}", "--layouts", "ep2dp2"), "--layouts ep2dp2: parallel.expert=2: family qwen3 has no experts"),
+        (("{hf}", "--layouts", "cp2"), "--layouts cp2: parallel.context=2: not supported for family qwen3"),
     ],
 )
 def test_what_cannot_be_verified_is_refused_before_anything_is_compared(tmp_path, capsys, arguments, text):

@@ -42,6 +42,15 @@ pytestmark = pytest.mark.dist
         ("gemma-bias", "tp2"),
         ("glm", "tp1,tp2"),
         ("glm4", "tp2sp,pp2"),
+        ("mixtral", "tp1,ep2dp2"),
+        ("mixtral-window", "tp2sp"),
+        ("qwen2_moe", "tp1,tp2ep2sp"),
+        ("qwen2_moe-normalised", "tp2sp,pp2"),
+        ("qwen3_moe", "tp1,ep2dp2"),
+        ("qwen3_moe-sparse", "pp2vpp2"),
+        ("glm4_moe", "tp1,tp2sp,ep2dp2"),
+        ("glm4_moe-groups", "tp1"),
+        pytest.param("glm4_moe", "auto", marks=pytest.mark.slow),
         pytest.param("glm4", "auto", marks=pytest.mark.slow),
         pytest.param("qwen2", "auto", marks=pytest.mark.slow),
         ("qwen2-window", "tp1,pp2"),
@@ -55,13 +64,18 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
     assert report.holds, report
     assert all(0 < item.gradients <= 1e-10 for item in report.layouts)
     if layouts == "auto":
-        assert [item.layout for item in report.layouts] == ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
+        usual = ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
+        with_experts = ["tp1", "tp2sp", "pp2", "ep2dp2", "tp2ep2sp", "tp2pp2sp", "pp2vpp2"]
+        assert [item.layout for item in report.layouts] == (with_experts if "_moe" in name else usual)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["gemma", "glm", "glm4", "internlm3", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"],
+    [
+        *("gemma", "glm", "glm4", "internlm3", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+        *("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
+    ],
 )
 def test_every_family_holds_its_bound_in_fp32_in_every_layout(tmp_path, name):
     save_tiny(name, tmp_path / "hf")
@@ -112,7 +126,9 @@ def test_gradients_are_a_matter_of_fp64(tmp_path):
 
 def test_a_layout_that_the_model_does_not_allow_is_refused(tmp_path):
     save_tiny("llama", tmp_path / "hf")
-    with pytest.raises(UserError, match="--layouts tp3: 4 heads do not divide by 3"):
+    with pytest.raises(
+        UserError, match=r"--layouts tp3: parallel.tensor=3: 4 heads do not divide by it; use one of 1, 2"
+    ):
         verify(tmp_path / "hf", None, layouts="tp3")
 
 

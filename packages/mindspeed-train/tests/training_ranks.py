@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from mindspeed_parallel.megatron import moe
 from mindspeed_runtime.data.batch import IGNORE, Batch
 from mindspeed_runtime.data.loader import Loader
 from mindspeed_train.observe import observe_session
@@ -24,6 +25,22 @@ def without_data_reduction(rank, recipe, folder):
     """Gradients are not summed over data ranks."""
     with (
         mock.patch.object(DistributedDataParallel, "finish_grad_sync"),
+        open_session(rank, recipe, reference=True) as session,
+    ):
+        return observe_session(session, recipe, folder)
+
+
+def with_marks_of_megatron(rank, recipe, folder):
+    """Experts are marked as megatron-core's own are: their gradients are theirs alone only where they are dealt out."""
+    original = moe._expert_weight
+
+    def marked(*shape):
+        weight = original(*shape)
+        weight.allreduce = recipe.parallel.expert == 1
+        return weight
+
+    with (
+        mock.patch.object(moe, "_expert_weight", marked),
         open_session(rank, recipe, reference=True) as session,
     ):
         return observe_session(session, recipe, folder)
@@ -79,7 +96,7 @@ def measured(rank, recipe, folder):
         engine.train_step(0, data_of(recipe, session, folder).train.step(0), 1e-4)
         sharded = recipe.megatron.distributed_optimizer
         parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
-        buffers = [buffer for chunk in engine.chunks for buffer in chunk.buffers]
+        buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         held = {p.untyped_storage().data_ptr(): p for p in parameters}
         states = {}
         for tensor in optimizer_tensors(engine.optimizer):

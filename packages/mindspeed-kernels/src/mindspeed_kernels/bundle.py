@@ -14,11 +14,15 @@ from .device import Device
 from .errors import UserError
 from .ops.activation import GEGLU, SWIGLU
 from .ops.attention import ATTENTION
+from .ops.grouped import GROUPED_LINEAR
 from .ops.norm import RMS_NORM
 from .ops.rotary import ROTARY
+from .ops.routing import ROUTING
 from .ops.table import Implementation, Operator
 
-OPERATORS = {operator.name: operator for operator in (RMS_NORM, ATTENTION, SWIGLU, GEGLU, ROTARY)}
+OPERATORS = {
+    operator.name: operator for operator in (RMS_NORM, ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR)
+}
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +39,8 @@ class Kernels:
     swiglu: Callable[..., Any]
     geglu: Callable[..., Any]
     rotary: Callable[..., Any]
+    routing: Callable[..., Any]
+    grouped_linear: Callable[..., Any]
     chosen: Mapping[str, str]
 
     @classmethod

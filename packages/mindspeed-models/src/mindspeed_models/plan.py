@@ -56,23 +56,23 @@ def make_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> Plan:
     data_size = num_ranks // (parallel.tensor * parallel.pipeline)
     ranks = tuple(_rank_plan(recipe, arch, rank, data_size) for rank in range(num_ranks))
     microbatches = recipe.training.global_batch // (recipe.training.micro_batch * data_size)
-    whole = sum(math.prod(shape) for shape in _shapes(arch, 1, tuple(range(arch.num_layers)), first=True, last=True))
+    layers = tuple(range(arch.num_layers))
+    shapes = [*_shapes(arch, 1, layers, first=True, last=True), *_expert_shapes(arch, 1, layers)]
+    whole = sum(math.prod(shape) for shape in shapes)
     return Plan(ranks=ranks, model_parameters=whole, data_size=data_size, microbatches=microbatches)
 
 
 def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
     """ConfigError for the first axis that does not divide the model, naming the key and what would do."""
     parallel = recipe.parallel
-    for key, value in (("context", parallel.context), ("expert", parallel.expert)):
-        if value > 1:
-            raise ConfigError(f"parallel.{key}={value}: not supported for family {arch.family}; use 1")
-    tensor = parallel.tensor
-    for name, size in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("MLP columns", arch.ffn)):
+    if parallel.context > 1:
+        raise ConfigError(f"parallel.context={parallel.context}: not supported for family {arch.family}; use 1")
+    tensor, cut = parallel.tensor, _cut_sizes(arch)
+    for name, size in cut.items():
         if size % tensor:
-            good = _divisors(math.gcd(math.gcd(arch.num_heads, arch.num_kv_heads), arch.ffn))
-            raise ConfigError(
-                f"parallel.tensor={tensor}: {size} {name} do not divide by it; use one of {', '.join(map(str, good))}"
-            )
+            good = ", ".join(map(str, _divisors(math.gcd(*cut.values()))))
+            raise ConfigError(f"parallel.tensor={tensor}: {size} {name} do not divide by it; use one of {good}")
+    _check_experts(recipe, arch, num_ranks // parallel.pipeline)
     chunks = parallel.pipeline * recipe.megatron.virtual
     layers = recipe.megatron.layers
     if layers is None:
@@ -90,6 +90,34 @@ def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
         raise ConfigError("megatron.layers: every chunk needs at least one layer")
     if sum(layers) != arch.num_layers:
         raise ConfigError(f"megatron.layers: add up to {sum(layers)}, the model has {arch.num_layers} layers")
+
+
+def _cut_sizes(arch: Arch) -> dict[str, int]:
+    """What tensor ranks share out."""
+    sizes = {"heads": arch.num_heads, "kv heads": arch.num_kv_heads}
+    if arch.mlp_layers:
+        sizes["MLP columns"] = arch.ffn
+    if arch.moe is not None and arch.moe.shared_ffn:
+        sizes["columns of the shared expert"] = arch.moe.shared_ffn
+    return sizes
+
+
+def _check_experts(recipe: Recipe, arch: Arch, stage: int) -> None:
+    """``stage``: ranks of a pipeline stage."""
+    parallel, expert = recipe.parallel, recipe.parallel.expert
+    if arch.moe is None:
+        if expert > 1:
+            raise ConfigError(f"parallel.expert={expert}: family {arch.family} has no experts; use 1")
+        return
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            f"parallel.tensor={parallel.tensor}: tensor ranks that hold experts share out the tokens; set "
+            "parallel.sequence to true"
+        )
+    for what, size in (("experts", arch.moe.num_experts), ("ranks of a pipeline stage", stage)):
+        if size % expert:
+            good = ", ".join(map(str, _divisors(math.gcd(arch.moe.num_experts, stage))))
+            raise ConfigError(f"parallel.expert={expert}: {size} {what} do not divide by it; use one of {good}")
 
 
 def chunk_layers(recipe: Recipe, arch: Arch, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
@@ -114,13 +142,19 @@ def _rank_plan(recipe: Recipe, arch: Arch, rank: int, data_size: int) -> RankPla
         first = pipeline_rank == 0 and chunk == 0
         last = pipeline_rank == parallel.pipeline - 1 and chunk == len(layers) - 1
         shapes = _shapes(arch, parallel.tensor, numbers, first=first, last=last)
-        sizes = [math.prod(shape) for shape in shapes]
         shared = arch.tied and parallel.pipeline > 1 and (first or last)
-        buffer = _buffer(sizes, sharded=sharded, data_size=data_size, shared=_shared_at(first) if shared else None)
-        parameters += sum(sizes)
-        parameter_bytes += (buffer.numel if sharded else sum(sizes)) * itemsize
-        gradient_bytes += buffer.numel * _FP32
-        owned += buffer.owned(data_rank, data_size) if sharded else sum(sizes)
+        tied_at = _shared_at(first) if shared else None
+        # Experts lie in buffers of their own: other ranks hold copies of them.
+        held = [([math.prod(shape) for shape in shapes], data_rank, data_size, tied_at)]
+        if experts := [math.prod(shape) for shape in _expert_shapes(arch, parallel.expert, numbers)]:
+            copies = parallel.tensor * data_size // parallel.expert
+            held.append((experts, rank % (parallel.tensor * data_size) // parallel.expert, copies, None))
+        for sizes, copy, copies, alone in held:
+            buffer = _buffer(sizes, sharded=sharded, data_size=copies, shared=alone)
+            parameters += sum(sizes)
+            parameter_bytes += (buffer.numel if sharded else sum(sizes)) * itemsize
+            gradient_bytes += buffer.numel * _FP32
+            owned += buffer.owned(copy, copies) if sharded else sum(sizes)
     states = 3 if itemsize < _FP32 else 2  # two moments, and fp32 weights where the model's are narrower
     return RankPlan(
         rank=rank,
@@ -136,11 +170,11 @@ def _rank_plan(recipe: Recipe, arch: Arch, rank: int, data_size: int) -> RankPla
 
 
 def _shapes(arch: Arch, tensor: int, layers: Sequence[int], *, first: bool, last: bool) -> list[tuple[int, ...]]:
-    """Local shapes in the order in which the modules hold them."""
+    """Local shapes of all but experts, in the order in which the modules hold them."""
     vocabulary = -(-arch.vocab // tensor)
     shapes: list[tuple[int, ...]] = [(vocabulary, arch.hidden)] if first else []
-    for _ in layers:
-        shapes += _layer_shapes(arch, tensor)
+    for layer in layers:
+        shapes += _layer_shapes(arch, tensor, layer)
     if last:
         shapes.append((arch.hidden,))
         if not arch.tied or not first:
@@ -148,7 +182,15 @@ def _shapes(arch: Arch, tensor: int, layers: Sequence[int], *, first: bool, last
     return shapes
 
 
-def _layer_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
+def _expert_shapes(arch: Arch, expert: int, layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for layer in layers:
+        if arch.moe is not None and layer in arch.expert_layers:
+            number = arch.moe.num_experts // expert
+            yield (number, 2 * arch.moe.ffn, arch.hidden)
+            yield (number, arch.hidden, arch.moe.ffn)
+
+
+def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
     qkv, ffn = (arch.query_rows + 2 * arch.kv_rows) // tensor, arch.ffn // tensor
     yield (arch.hidden,)
     yield (arch.hidden, arch.query_rows // tensor)
@@ -158,10 +200,17 @@ def _layer_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
     yield from [(arch.head_dim,)] * 2 * arch.qk_norm
     yield from [(arch.hidden,)] * arch.post_norms
     yield (arch.hidden,)
-    yield (2 * ffn, arch.hidden)
-    yield from [(2 * ffn,)] * arch.mlp_bias
-    yield (arch.hidden, ffn)
-    yield from [(arch.hidden,)] * arch.mlp_bias
+    if arch.moe is not None and layer in arch.expert_layers:
+        yield (arch.moe.num_experts, arch.hidden)
+        yield from [(1, arch.hidden)] * arch.moe.shared_gate
+        if shared := arch.moe.shared_ffn // tensor:
+            yield (2 * shared, arch.hidden)
+            yield (arch.hidden, shared)
+    else:
+        yield (2 * ffn, arch.hidden)
+        yield from [(2 * ffn,)] * arch.mlp_bias
+        yield (arch.hidden, ffn)
+        yield from [(arch.hidden,)] * arch.mlp_bias
     yield from [(arch.hidden,)] * arch.post_norms
 
 

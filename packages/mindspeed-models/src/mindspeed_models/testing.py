@@ -40,6 +40,14 @@ _LONGROPE = {
     "long_factor": [1.5 + 0.7 * n for n in range(8)],
     "rope_theta": 2e4,
 }
+_QWEN_MOE = {"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+_DEEPSEEK_MOE = {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "routed_scaling_factor": 2.5,
+}
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -110,6 +118,45 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "max_window_layers": 1,
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "intermediate_size": 40, "num_hidden_layers": 4},
+    "mixtral-window": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, "intermediate_size": 37},
+    "qwen2_moe": {
+        **_QWEN_MOE,
+        "model_type": "qwen2_moe",
+        "mlp_only_layers": [2],
+        "shared_expert_intermediate_size": 56,
+    },
+    "qwen2_moe-normalised": {
+        **_QWEN_MOE,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_hidden_layers": 2,
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 50,
+    },
+    "qwen3_moe": {**_QWEN_MOE, "model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True},
+    "qwen3_moe-sparse": {
+        **_QWEN_MOE,
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "decoder_sparse_step": 2,
+        "attention_bias": True,
+    },
+    "glm4_moe": {**_DEEPSEEK_MOE, "model_type": "glm4_moe", "head_dim": 24, "use_qk_norm": True, "pad_token_id": 0},
+    "glm4_moe-groups": {
+        **_DEEPSEEK_MOE,
+        "model_type": "glm4_moe",
+        "head_dim": 24,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "partial_rotary_factor": 0.75,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 48, "num_hidden_layers": 4},
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True},
 }
@@ -127,15 +174,29 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(name, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             # Matrices three times the usual size: logits must not be flat. Norms around 1, biases around 0.
-            scaled = noise * 0.07 if parameter.dim() == 2 else 0.3 * noise + ("norm" in _name(model, parameter))
+            scaled = noise * 0.07 if parameter.dim() >= 2 else 0.3 * noise + ("norm" in _name(model, parameter))
             parameter.copy_(scaled)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator, dtype=torch.float32))
     return model.eval()
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a transformers model as its files have them, where transformers stacks experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return revert_weight_conversion(model, found)
 
 
 def save_tiny(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -16,7 +16,7 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of every axis. Expert parallelism lives inside data and context parallelism and adds no ranks."""
+    """Degrees of every axis. Expert parallelism lives inside a pipeline stage and adds no ranks."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -16,15 +16,20 @@ from typing import Any
 import torch
 from mindspeed_kernels.errors import UserError
 from mindspeed_models.families import Arch
+from mindspeed_models.plan import check_plan
 from mindspeed_models.weights.convert import to_megatron
 from mindspeed_models.weights.shards import Box, Shards
 from mindspeed_models.weights.source import CheckpointSource, Source, open_source, read_config
 from mindspeed_parallel.layout import Layout, parse_layout
+from mindspeed_runtime.config import ConfigError
 from mindspeed_runtime.launch import Pool
 from mindspeed_train import PRELOAD
 from torch import Tensor
 
+from .verify_recipe import recipe_of
+
 USUAL = ("tp1", "tp2", "tp3", "pp2", "tp2pp2", "pp2vpp2")
+USUAL_WITH_EXPERTS = ("tp1", "tp2sp", "pp2", "ep2dp2", "tp2ep2sp", "tp2pp2sp", "pp2vpp2")
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}  # of logits and losses, relative to the largest reference value
 _HARMLESS = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures")
 _REFERENCE = "mindspeed_tools.verify_rank:reference"
@@ -133,24 +138,21 @@ def verify(
 def choose_layouts(arch: Arch, text: str) -> list[Layout]:
     """The layouts to try: those named, or those of the usual ones that the model allows."""
     if text == "auto":
-        return [layout for name in USUAL if _allows(arch, layout := parse_layout(name)) is None]
+        usual = USUAL if arch.moe is None else USUAL_WITH_EXPERTS
+        return [layout for name in usual if _refusal(arch, layout := parse_layout(name)) is None]
     layouts = [parse_layout(name.strip()) for name in text.split(",")]
     for layout in layouts:
-        if (reason := _allows(arch, layout)) is not None:
+        if (reason := _refusal(arch, layout)) is not None:
             raise UserError(f"--layouts {layout}: {reason}")
     return layouts
 
 
-def _allows(arch: Arch, layout: Layout) -> str | None:
-    for name, degree in (("context", layout.context), ("expert", layout.expert)):
-        if degree > 1:
-            return f"{name} parallelism is not supported for family {arch.family}"
-    for name, size in (("heads", arch.num_heads), ("kv heads", arch.num_kv_heads), ("MLP columns", arch.ffn)):
-        if size % layout.tensor:
-            return f"{size} {name} do not divide by {layout.tensor}"
-    chunks = layout.pipeline * layout.virtual
-    if arch.num_layers % chunks:
-        return f"{arch.num_layers} layers do not divide into {chunks} chunks"
+def _refusal(arch: Arch, layout: Layout) -> str | None:
+    """Why the model cannot run in ``layout``, in the words in which a recipe would be refused; None: it can."""
+    try:
+        check_plan(recipe_of("", layout, "fp64"), arch, layout.ranks)
+    except ConfigError as error:
+        return str(error)
     return None
 
 
@@ -178,13 +180,12 @@ def _differing_tensors(source: Source, checkpoint: Source) -> tuple[int, tuple[s
     """Map the checkpoint back through the rules and compare with the model's own tensors, bit for bit."""
     differing: list[str] = []
     count = 0
-    for name, rule in source.rules.items():
-        theirs = rule.unpack(source.read(source.whole(name)))
-        ours = rule.unpack(checkpoint.read(checkpoint.whole(name)))
+    for rule, box in (part for name in source.rules for part in source.parts(name)):
+        theirs, ours = (rule.unpack(held.read(box).view(rule.shape)) for held in (source, checkpoint))
         for hf, a, b in zip(rule.hf, theirs, ours, strict=True):
             count += 1
             if a.dtype != b.dtype or not torch.equal(_raw(a), _raw(b)):
-                differing.append(f"{hf} ({name} in the checkpoint)")
+                differing.append(f"{hf} ({box.key} in the checkpoint)")
     return count, tuple(differing)
 
 
@@ -233,6 +234,8 @@ def _compare_gradients(source: Source, ours: Path, theirs: Path) -> tuple[float,
     floor = 1e-3 * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     worst = (0.0, "")
     for name, rule in source.rules.items():
+        if not rule.is_trained:
+            continue
         whole = torch.empty(rule.shape, dtype=torch.float64)
         shards.load([(Box.of_whole(name, rule.shape), whole)])
         for hf, part in zip(rule.hf, rule.unpack(whole), strict=True):

@@ -6,7 +6,6 @@ attention and its MLP, the final norm, the logits, the loss.   Letters: B rows, 
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from mindspeed_models.weights.source import open_source
 from mindspeed_parallel.layout import Layout
 from mindspeed_runtime.data.batch import Batch
 from mindspeed_runtime.launch import Rank
-from mindspeed_runtime.recipe import DataConfig, MegatronConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
-from mindspeed_train.prove import with_layout
 from mindspeed_train.session import Session, open_session
 from torch import Tensor, nn
 
-ROWS, LENGTH = 2, 64
+from .verify_recipe import LENGTH, recipe_of
+
+ROWS = 2
 GRADIENTS = "gradients.pt"  # those of transformers, by its names
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 _OURS = {
@@ -57,7 +56,7 @@ def computed(
 ) -> dict[str, Any]:
     """Run our model in ``layout`` and compare it with the reference."""
     expected = torch.load(folder / "reference.pt")
-    recipe = _recipe(checkpoint, layout, precision)
+    recipe = recipe_of(checkpoint, layout, precision)
     with open_session(rank, recipe, reference=precision == "fp64", trains=False) as session:
         batch = _batch(session.arch.vocab)
         with torch.no_grad(), _watched(session) as seen:
@@ -76,7 +75,7 @@ def computed(
 
 def gradients(rank: Rank, checkpoint: Path, layout: Layout, folder: Path) -> None:
     """Write the gradients of the mean loss in ``layout`` below ``folder``, as pieces of the whole tensors."""
-    with open_session(rank, _recipe(checkpoint, layout, "fp64"), reference=True) as session:
+    with open_session(rank, recipe_of(checkpoint, layout, "fp64"), reference=True) as session:
         engine = session.engine
         engine.forward_backward(0, engine.repeated(_batch(session.arch.vocab)))
         if engine.is_main:
@@ -84,6 +83,8 @@ def gradients(rank: Rank, checkpoint: Path, layout: Layout, folder: Path) -> Non
         engine.share(None)
         found: list[Piece] = []
         for parameter, pieces in engine.pieces().items():
+            if not isinstance(parameter, nn.Parameter):
+                continue  # a buffer
             flat = parameter.main_grad.view(-1)  # pyright: ignore[reportAttributeAccessIssue]  megatron-core's
             for piece in pieces:
                 if piece.is_main:
@@ -93,24 +94,16 @@ def gradients(rank: Rank, checkpoint: Path, layout: Layout, folder: Path) -> Non
 
 
 def _transformers_gradients(path: Path) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
     with fp64():
         model = _load(path, torch.float64)
         model.model.embed_tokens.padding_idx = None  # else the padding token's row learns nothing, wherever it stands
         batch = _batch(model.config.vocab_size)
         logits = model(input_ids=batch.tokens, use_cache=False).logits
         nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def _recipe(checkpoint: Path, layout: Layout, precision: str) -> Recipe:
-    recipe = Recipe(
-        model=ModelConfig(path=str(checkpoint), dropout=0.0),
-        data=DataConfig(train=("",), sequence=LENGTH),
-        training=TrainingConfig(steps=1, precision="bf16" if precision == "bf16" else "fp32"),
-        parallel=ParallelConfig(),
-        megatron=MegatronConfig(),
-    )
-    return replace(with_layout(recipe, layout), stage="pretrain")
+        found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        return revert_weight_conversion(model, found)  # transformers stacks experts; files do not
 
 
 def _batch(vocabulary: int) -> Batch:
@@ -140,9 +133,11 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     source = open_source(path)
-    options: dict[str, Any] = {"gguf_file": source.path.name} if isinstance(source, GGUFSource) else {}
-    folder = source.path.parent if options else path
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **options).eval()
+    options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
+    folder = path
+    if isinstance(source, GGUFSource):
+        folder, options["gguf_file"] = source.path.parent, source.path.name
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:

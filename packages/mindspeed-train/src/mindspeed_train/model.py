@@ -103,8 +103,8 @@ class MegatronModel:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
 
-    def pieces(self) -> dict[torch.nn.Parameter, list[LocalPiece]]:
-        """Where each local parameter lies in the whole tensors."""
+    def pieces(self) -> dict[Tensor, list[LocalPiece]]:
+        """Where each local weight lies in the whole tensors."""
         return local_pieces(self.chunks, self.num_tokens, self.groups.pg)
 
     def repeated(self, batch: Batch) -> list[Batch]:

@@ -122,9 +122,7 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def save_optimizer(
-    optimizer: MegatronOptimizer, pieces: Mapping[torch.nn.Parameter, list[LocalPiece]], folder: Path
-) -> None:
+def save_optimizer(optimizer: MegatronOptimizer, pieces: Mapping[Tensor, list[LocalPiece]], folder: Path) -> None:
     """Write moments, master weights and the step count of all ranks into the existing ``folder``."""
     found: list[Piece] = []
     steps: set[int] = set()
@@ -147,9 +145,7 @@ def save_optimizer(
         (folder / "steps.json").write_text(json.dumps({"steps": max(n or 0 for n in gathered)}))
 
 
-def load_optimizer(
-    optimizer: MegatronOptimizer, pieces: Mapping[torch.nn.Parameter, list[LocalPiece]], folder: Path
-) -> None:
+def load_optimizer(optimizer: MegatronOptimizer, pieces: Mapping[Tensor, list[LocalPiece]], folder: Path) -> None:
     """Restore what ``save_optimizer`` wrote, into whatever layout this rank is part of."""
     steps = json.loads((folder / "steps.json").read_text())["steps"]
     if steps == 0:
@@ -174,7 +170,7 @@ def load_optimizer(
         target.copy_(source)
 
 
-def gradient_pieces(optimizer: MegatronOptimizer, pieces: Mapping[torch.nn.Parameter, list[LocalPiece]]) -> list[Piece]:
+def gradient_pieces(optimizer: MegatronOptimizer, pieces: Mapping[Tensor, list[LocalPiece]]) -> list[Piece]:
     """The gradients that the last update used, before clipping took effect on them or after, as this rank owns them."""
     found: list[Piece] = []
     for owned in _owned(optimizer):

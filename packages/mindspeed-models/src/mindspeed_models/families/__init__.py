@@ -5,23 +5,29 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ..errors import ModelError
-from .arch import Arch, Rope
+from .arch import Arch, Moe, Rope
 from .family import Family
 from .gemma import GEMMA
 from .glm4 import GLM, GLM4
+from .glm4_moe import GLM4_MOE
 from .internlm3 import INTERNLM3
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 from .seed_oss import SEED_OSS
 from .settings import Settings
 from .smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (GEMMA, GLM, GLM4, INTERNLM3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3)
+FAMILIES: tuple[Family, ...] = (
+    *(GEMMA, GLM, GLM4, INTERNLM3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+    *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+)
 
-__all__ = ["FAMILIES", "Arch", "Family", "Rope", "Settings", "describe", "families"]
+__all__ = ["FAMILIES", "Arch", "Family", "Moe", "Rope", "Settings", "describe", "families"]
 
 
 def families() -> dict[str, Family]:

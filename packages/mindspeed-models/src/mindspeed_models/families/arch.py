@@ -1,8 +1,10 @@
 """What a decoder is made of, in numbers and switches: all that building, converting and planning need to know."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from mindspeed_kernels.ops.routing import Choice
 
 from ..errors import ModelError
 
@@ -109,6 +111,53 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moe:
+    """A mixture of experts (Shazeer et al., 2017) where some layers would have one MLP.
+
+    A router scores all experts for a token; the ``top_k`` best compute it, and what they give is summed by weight.
+    """
+
+    layers: tuple[int, ...]  # that have experts; the others have the MLP
+    num_experts: int
+    top_k: int
+    ffn: int  # width of an expert
+    shared_ffn: int = 0  # width of the expert that computes every token; 0: there is none
+    shared_gate: bool = False  # what it gives is multiplied by the sigmoid of a number that depends on the token
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    normalised: bool = True  # the weights of the chosen experts add up to 1
+    scale: float = 1.0  # of the weights, after that
+    bias: bool = False  # a number for each expert, not trained, that is added to its score in choosing alone
+    groups: int = 1  # experts are chosen within the best groups
+    top_groups: int = 1
+    group_score: Literal["top2", "best"] = "top2"  # of a group: the sum of its two best scores, or its best
+    wide: bool = False  # the router computes in float32 at least
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "ffn", "groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"experts: {name} is {getattr(self, name)}; it must be at least 1")
+        self._must(self.num_experts % self.groups == 0, f"{self.num_experts} do not divide into {self.groups} groups")
+        self._must(
+            self.top_groups <= self.groups, f"the best {self.top_groups} of {self.groups} groups cannot be taken"
+        )
+        each = self.num_experts // self.groups
+        self._must(
+            self.top_k <= each * self.top_groups,
+            f"{self.top_k} of {each * self.top_groups} cannot be chosen for a token",
+        )
+        if self.groups > 1 and self.group_score == "top2":
+            self._must(each >= 2, f"a group of {each} has no two best scores")
+
+    def choice(self) -> Choice:
+        """What the operator that chooses must know."""
+        return Choice(**{item.name: getattr(self, item.name) for item in fields(Choice)})
+
+    def _must(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise ModelError(f"experts: {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arch:
     """A pre-norm decoder with grouped-query attention, rotary embedding, RMSNorm and a gated MLP."""
 
@@ -136,6 +185,7 @@ class Arch:
     post_norms: bool = False  # RMSNorm of what attention and MLP add, too
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0  # of what attention and MLP add
+    moe: Moe | None = None  # experts in some layers
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
@@ -152,6 +202,18 @@ class Arch:
             raise ModelError(f"{self.family}: {len(self.windows)} sliding windows for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError(f"{self.family}: a sliding window of less than one token in {self.windows}")
+        if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
+            raise ModelError(f"{self.family}: experts in layers {self.moe.layers} of {self.num_layers}")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers that have experts."""
+        return () if self.moe is None else self.moe.layers
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """Layers that have one MLP."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.expert_layers)
 
     @property
     def query_rows(self) -> int:

@@ -1,10 +1,11 @@
 """What the Llama-like families share: the keys they read alike, and their weight rules."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..weights.rule import Rule, Segment, stacked
-from .arch import Arch, Rope
+from .arch import Arch, Moe, Rope
 from .settings import Settings
 
 
@@ -40,6 +41,33 @@ def attention_biases(settings: Settings) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias}
 
 
+def expert_settings(settings: Settings) -> None:
+    """Take the keys of a loss that balances experts: it is off unless the router's logits are asked for."""
+    settings.expect("output_router_logits", False)
+    settings.harmless("router_aux_loss_coef")
+
+
+def deepseek_experts(settings: Settings, num_layers: int) -> Moe:
+    """Experts as DeepSeek-V3 has them: sigmoid scores, a bias that balances them, groups, one shared expert or more."""
+    expert_settings(settings)
+    ffn = settings.take("moe_intermediate_size")
+    settings.harmless("num_nextn_predict_layers")  # layers that transformers does not build
+    return Moe(
+        layers=tuple(range(settings.take("first_k_dense_replace"), num_layers)),
+        num_experts=settings.take("n_routed_experts"),
+        top_k=settings.take("num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=ffn * settings.take("n_shared_experts"),
+        score="sigmoid",
+        normalised=bool(settings.take("norm_topk_prob")),
+        scale=settings.take("routed_scaling_factor"),
+        bias=True,
+        groups=settings.take("n_group"),
+        top_groups=settings.take("topk_group"),
+        wide=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """What a family calls the weights of a layer, where it does not do as Llama does."""
@@ -48,6 +76,10 @@ class Names:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # the same
     post_attention: str = "post_self_attn_layernorm"  # the norms behind attention and MLP, of models that have them
     post_mlp: str = "post_mlp_layernorm"
+    mlp: str = "mlp"  # the MLP or the experts
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # the matrices of one expert
+    shared: str = "shared_experts"  # the expert that computes every token
+    shared_gate: str = "shared_expert_gate"
 
 
 def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
@@ -55,6 +87,7 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     names = names or Names()
     hf, ours, hidden = "model.layers.{L}.", "decoder.layers.{L}.", arch.hidden
     attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
+    some = {"layers": None if arch.moe is None else arch.mlp_layers}  # that have one MLP
     qkv = _Joined(
         names=tuple(f"{hf}self_attn.{name}" for name in names.qkv),
         rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
@@ -70,9 +103,10 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
         _vector(f"{attention}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", hidden),
         qkv.rule(f"{attention}linear_qkv.weight", hidden),
         _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.query_rows, cut=1),
-        _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden),
-        gate_up.rule(f"{mlp}linear_fc1.weight", hidden),
-        _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1),
+        _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden, **some),
+        gate_up.rule(f"{mlp}linear_fc1.weight", hidden, **some),
+        _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1, **some),
+        *(() if arch.moe is None else expert_rules(arch.moe, hidden, names)),
         _vector("decoder.final_layernorm.weight", "model.norm.weight", hidden),
     ]
     if not arch.tied:
@@ -87,14 +121,53 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     if arch.o_bias:
         rules.append(_vector(f"{attention}linear_proj.bias", f"{hf}self_attn.o_proj.bias", hidden))
     if arch.mlp_bias:
-        rules.append(gate_up.rule(f"{mlp}linear_fc1.bias", None))
-        rules.append(_vector(f"{mlp}linear_fc2.bias", f"{hf}mlp.down_proj.bias", hidden))
+        rules.append(gate_up.rule(f"{mlp}linear_fc1.bias", None, **some))
+        rules.append(_vector(f"{mlp}linear_fc2.bias", f"{hf}mlp.down_proj.bias", hidden, **some))
     if arch.post_norms:
         rules += [
             _vector(f"{ours}post_self_attn_layernorm.weight", f"{hf}{names.post_attention}.weight", hidden),
             _vector(f"{ours}post_mlp_layernorm.weight", f"{hf}{names.post_mlp}.weight", hidden),
         ]
     return tuple(rules)
+
+
+def expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
+    """The weights of the layers that have experts."""
+    hf, ours = f"model.layers.{{L}}.{names.mlp}.", "decoder.layers.{L}.mlp."
+    some = {"layers": moe.layers}
+    before = "model.layers.{L}.post_attention_layernorm.weight"
+    yield _vector("decoder.layers.{L}.pre_mlp_layernorm.weight", before, hidden, **some)
+    yield _matrix(f"{ours}router.weight", f"{hf}gate.weight", moe.num_experts, hidden, cut=None, **some)
+    if moe.bias:
+        bias = _vector(f"{ours}router.expert_bias", f"{hf}gate.e_score_correction_bias", moe.num_experts, **some)
+        yield replace(bias, is_trained=False)
+    gate, up, down = names.expert
+    for fc, matrices, rows, width in (
+        ("linear_fc1", (gate, up), (moe.ffn, moe.ffn), hidden),
+        ("linear_fc2", (down,), (hidden,), moe.ffn),
+    ):
+        yield Rule(
+            ours=f"{ours}experts.experts.{fc}.weight",
+            hf=tuple(f"{hf}experts.{n}.{matrix}.weight" for n in range(moe.num_experts) for matrix in matrices),
+            rows=rows,
+            width=width,
+            order=stacked(*rows),
+            cut=None,
+            stack=moe.num_experts,
+            layers=moe.layers,
+        )
+    if moe.shared_ffn:
+        shared = _Joined(
+            names=tuple(f"{hf}{names.shared}.{name}" for name in ("gate_proj", "up_proj")),
+            rows=(moe.shared_ffn,) * 2,
+            order=stacked(moe.shared_ffn, moe.shared_ffn),
+        )
+        yield shared.rule(f"{ours}shared_experts.linear_fc1.weight", hidden, **some)
+        down = f"{hf}{names.shared}.down_proj.weight"
+        yield _matrix(f"{ours}shared_experts.linear_fc2.weight", down, hidden, moe.shared_ffn, cut=1, **some)
+    if moe.shared_gate:
+        gate = f"{hf}{names.shared_gate}.weight"
+        yield _matrix(f"{ours}shared_experts.gate_weight", gate, 1, hidden, cut=None, **some)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +178,7 @@ class _Joined:
     rows: tuple[int, ...]
     order: tuple[Segment, ...]  # over the matrices
 
-    def rule(self, ours: str, width: int | None) -> Rule:
+    def rule(self, ours: str, width: int | None, **options: Any) -> Rule:
         """The rule of the weight, or, without ``width``, of the bias."""
         kind = "bias" if width is None else "weight"
         hf, rows, order = tuple(f"{name}.{kind}" for name in self.names), self.rows, self.order
@@ -116,7 +189,7 @@ class _Joined:
                 Segment(source=0, start=first[item.source] + item.start, stop=first[item.source] + item.stop)
                 for item in order
             )
-        return Rule(ours=ours, hf=hf, rows=rows, width=width, order=order, cut=0)
+        return Rule(ours=ours, hf=hf, rows=rows, width=width, order=order, cut=0, **options)
 
 
 def _by_kv_head(arch: Arch) -> tuple[Segment, ...]:
@@ -131,9 +204,9 @@ def _by_kv_head(arch: Arch) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _matrix(ours: str, hf: str, rows: int, width: int, *, cut: int) -> Rule:
-    return Rule(ours=ours, hf=(hf,), rows=(rows,), width=width, order=stacked(rows), cut=cut)
+def _matrix(ours: str, hf: str, rows: int, width: int, *, cut: int | None, **options: Any) -> Rule:
+    return Rule(ours=ours, hf=(hf,), rows=(rows,), width=width, order=stacked(rows), cut=cut, **options)
 
 
-def _vector(ours: str, hf: str, rows: int) -> Rule:
-    return Rule(ours=ours, hf=(hf,), rows=(rows,), width=None, order=stacked(rows), cut=None)
+def _vector(ours: str, hf: str, rows: int, **options: Any) -> Rule:
+    return Rule(ours=ours, hf=(hf,), rows=(rows,), width=None, order=stacked(rows), cut=None, **options)

@@ -49,20 +49,27 @@ class Settings:
             reason = " ".join(str(error.args[0] if error.args else error).split())
             raise ModelError(f"config.json: not a valid {self.model_type} configuration: {reason}") from error
         self._defaults = kind().to_dict()
+        self._aliases: Mapping[str, str] = kind.attribute_map
         self._read: set[str] = set()
 
     def take(self, key: str) -> Any:
         """The value of ``key`` as transformers understands it."""
-        self._read.add(key)
-        if key not in self._values:
+        name = self._named(key)
+        self._read.add(name)
+        if name not in self._values:
             raise ModelError(f"config.json: {key} is missing")
-        return self._values[key]
+        return self._values[name]
 
     def take_or(self, key: str, default: Any) -> Any:
         """The value of a key that the class may not have at all, or ``default``; null counts as absent."""
-        self._read.add(key)
-        value = self._values.get(key)
+        name = self._named(key)
+        self._read.add(name)
+        value = self._values.get(name)
         return default if value is None else value
+
+    def _named(self, key: str) -> str:
+        """The name under which transformers keeps a key that has two."""
+        return self._aliases.get(key, key)
 
     def expect(self, key: str, *allowed: Any) -> Any:
         """The value of ``key``, which must be one of ``allowed``."""
@@ -74,7 +81,7 @@ class Settings:
 
     def harmless(self, *keys: str) -> None:
         """These keys do not change what the model computes."""
-        self._read.update(keys)
+        self._read.update(map(self._named, keys))
 
     def rope(self, *, partial: bool = False, interleaved: bool = False) -> Rope:
         """Rotary embedding, from either spelling. Kinds that are not built here are refused by name.
@@ -174,7 +181,10 @@ class Settings:
                 "transformers and save the model again"
             )
         for key, value in self.raw.items():
-            if key in self._read or key in HARMLESS or key.startswith("_") or self._defaults.get(key, _ABSENT) == value:
+            name = self._named(key)
+            if name in self._read or name in HARMLESS or name.startswith("_"):
+                continue
+            if self._defaults.get(name, _ABSENT) == value:
                 continue
             raise ModelError(
                 f"config.json: {key}={value!r} is not known to family {self.model_type} and may change what the model "

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,16 +13,18 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import Device
 from mindspeed_parallel.megatron.groups import Groups, communication_options
-from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, dense_layer
+from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, decoder_layer
 from mindspeed_parallel.megatron.rotary import DynamicRotary, LongRotary, Rotary
 from torch import Tensor
 from torch.nn import functional
 
-from ..families.arch import Arch
+from ..families.arch import Arch, Moe
 from ..weights.shards import Box
 from ..weights.source import Source
 from .geometry import VOCABULARY, local_pieces, unwrapped
@@ -48,21 +50,15 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
     """This rank's chunks of the model, on ``device``, their weights not yet filled."""
     config = decoder_config(arch, groups=groups, kernels=kernels, device=device, options=options)
     layout, pg = groups.layout, groups.pg
-    layer = dense_layer(
-        qk_norm=arch.qk_norm,
-        qkv_bias=arch.qkv_bias,
-        o_bias=arch.o_bias,
-        mlp_bias=arch.mlp_bias,
-        post_norms=config if arch.post_norms else None,
-    )
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None
         first = groups.is_first_stage and stage == 0
         last = groups.is_last_stage and stage == layout.virtual - 1
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
+        offset = get_transformer_layer_offset(config, vp_stage, groups.pipeline_rank)
         block = TransformerBlockSubmodules(
-            layer_specs=[layer] * num_layers,
+            layer_specs=[_layer(arch, config, layer) for layer in range(offset, offset + num_layers)],
             layer_norm=Norm,  # pyright: ignore[reportArgumentType]  a class does as well
         )
         chunk = Decoder(
@@ -83,6 +79,17 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
         _mark_cuts(chunk)
         chunks.append(chunk.to(device.torch_device))
     return chunks
+
+
+def _layer(arch: Arch, config: DecoderConfig, layer: int) -> ModuleSpec:
+    return decoder_layer(
+        qk_norm=arch.qk_norm,
+        qkv_bias=arch.qkv_bias,
+        o_bias=arch.o_bias,
+        mlp_bias=arch.mlp_bias,
+        has_experts=layer in arch.expert_layers,
+        post_norms=config if arch.post_norms else None,
+    )
 
 
 def rotary(arch: Arch) -> Rotary:
@@ -152,9 +159,26 @@ def decoder_config(
         norm_offset=arch.norm_offset,
         embedding_scale=arch.embedding_scale,
         num_tokens=arch.vocab,
+        **({} if arch.moe is None else _expert_fields(arch.moe)),
         **communication_options(layout, device),
         **recompute,
     )
+
+
+def _expert_fields(moe: Moe) -> dict[str, Any]:
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn,
+        "moe_router_topk": moe.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_pre_softmax": True,  # not asked: the router is ours; another value is refused for one expert a token
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "choice": moe.choice(),
+        "router_has_bias": moe.bias,
+        "router_is_wide": moe.wide,
+    }
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], source: Source, *, num_tokens: int, pg: ProcessGroupCollection) -> None:
@@ -172,12 +196,22 @@ def init_weights(
         if len(box.whole) == 1:
             value = 0.0 if box.key.endswith("bias") else unit
             return torch.full(box.shape, value)
-        digest = hashlib.blake2b(f"{seed} {box.key}".encode(), digest_size=8).digest()
+        if len(box.whole) == 2:
+            return drawn(box.key, box.whole)[_slices(box)]
+        first, *rest = _slices(box)  # a stack: each of its matrices alone
+        parts = [drawn(f"{box.key} {number}", box.whole[1:])[tuple(rest)] for number in range(first.start, first.stop)]
+        return torch.stack(parts)
+
+    def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        whole = torch.empty(box.whole, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        return whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
     _fill(chunks, draw, num_tokens, pg)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
 
 
 def _mark_cuts(chunk: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # tens
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPiece:
-    """A contiguous piece of a local parameter and its place in the whole tensor."""
+    """A contiguous piece of a local parameter, or of a buffer that is stored, and its place in the whole tensor."""
 
     box: Box
     start: int  # flat offset of the piece in the parameter
@@ -51,17 +51,18 @@ def unwrapped(chunk: torch.nn.Module) -> MegatronModule:
 
 def local_pieces(
     chunks: Sequence[torch.nn.Module], num_tokens: int, pg: ProcessGroupCollection
-) -> dict[torch.nn.Parameter, list[LocalPiece]]:
-    """The pieces of every parameter of this rank. ``num_tokens`` is the true size of the vocabulary."""
-    found: dict[torch.nn.Parameter, list[LocalPiece]] = {}
+) -> dict[Tensor, list[LocalPiece]]:
+    """The pieces of every parameter and every stored buffer of this rank. ``num_tokens``: the true vocabulary."""
+    found: dict[Tensor, list[LocalPiece]] = {}
     for chunk in chunks:
         model = unwrapped(chunk)
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": pg.dp_cp})
-        for name, parameter in model.named_parameters():
-            found[parameter] = [
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in entries]
+        for name, tensor in (*model.named_parameters(), *buffers):
+            found[tensor] = [
                 piece
                 for sharded in _sharded(entries, name)
-                if (piece := _piece(parameter, sharded, num_tokens)) is not None
+                if (piece := _piece(tensor, sharded, num_tokens)) is not None
             ]
     return found
 
@@ -109,7 +110,7 @@ def _sharded(entries: Mapping[str, object], name: str) -> list[ShardedTensor]:
     return [entry]
 
 
-def _piece(parameter: torch.nn.Parameter, sharded: ShardedTensor, num_tokens: int) -> LocalPiece | None:
+def _piece(parameter: Tensor, sharded: ShardedTensor, num_tokens: int) -> LocalPiece | None:
     data = sharded.data
     assert data is not None and sharded.prepend_axis_num == 0
     start = (data.data_ptr() - parameter.data_ptr()) // parameter.element_size()

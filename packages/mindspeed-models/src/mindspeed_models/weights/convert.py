@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .ledger import Ledger
 from .safetensors_files import DTYPES, Planned, write_folder
-from .shards import Piece, save_pieces
+from .shards import Box, Piece, save_pieces
 from .source import Source
 
 SHARD_BYTES = 5 * 10**9
@@ -28,7 +28,8 @@ def to_megatron(source: Source, out: Path, *, force: bool = False, progress: Pro
             (folder / name).mkdir()
         source.copy_description(folder / "hf")
         ledger = Ledger(source.shapes(), {name: rule.shape for name, rule in source.rules.items()})
-        save_pieces(folder / "model", [_piece(source, name, ledger, progress) for name in source.rules])
+        pieces = [_piece(source, box, ledger, progress) for name in source.rules for _, box in source.parts(name)]
+        save_pieces(folder / "model", pieces)
         facts = {"family": source.family.name, "parameters": num_parameters(source), **asdict(ledger.close())}
         write_manifest(folder, "weights", **facts)
 
@@ -58,29 +59,28 @@ def num_parameters(source: Source) -> int:
     return sum(torch.Size(rule.shape).numel() for rule in source.rules.values())
 
 
-def _piece(source: Source, name: str, ledger: Ledger, progress: Progress | None) -> Piece:
-    box, dtype = source.whole(name), source.dtype(name)
-
+def _piece(source: Source, box: Box, ledger: Ledger, progress: Progress | None) -> Piece:
     def fill() -> Tensor:
         tensor = source.read(box, ledger=ledger)
-        ledger.written(name, tuple(tensor.shape))
+        ledger.written(box.key, box.offset[0], tuple(tensor.shape))
         if progress is not None:
-            progress(name, tensor.nbytes)
+            progress(box.key, tensor.nbytes)
         return tensor
 
-    return Piece(box=box, dtype=dtype, fill=fill)
+    return Piece(box=box, dtype=source.dtype(box.key), fill=fill)
 
 
 def _unpacked(source: Source, ledger: Ledger, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-    for name, rule in source.rules.items():
-        parts = rule.unpack(source.read(source.whole(name), ledger=ledger))
-        size = sum(part.nbytes for part in parts)
-        for hf in rule.hf:
-            shape = tuple(parts[0].shape)
-            yield hf, parts.pop(0)
-            ledger.written(hf, shape)  # the writer has come back for the next one
-        if progress is not None:
-            progress(name, size)
+    for name in source.rules:
+        for rule, box in source.parts(name):
+            parts = rule.unpack(source.read(box, ledger=ledger).view(rule.shape))
+            size = sum(part.nbytes for part in parts)
+            for hf in rule.hf:
+                shape = tuple(parts[0].shape)
+                yield hf, parts.pop(0)
+                ledger.written(hf, 0, shape)  # the writer has come back for the next one
+            if progress is not None:
+                progress(name, size)
 
 
 def _state_dtype(path: Path, planned: list[Planned]) -> None:

@@ -46,9 +46,9 @@ class Ledger:
         """Rows of a source from ``row`` on were read, in full width."""
         self._sources.add(name, row, shape)
 
-    def written(self, name: str, shape: Sequence[int]) -> None:
-        """A whole target was written."""
-        self._targets.add(name, 0, shape)
+    def written(self, name: str, row: int, shape: Sequence[int]) -> None:
+        """Rows of a target from ``row`` on were written, in full width."""
+        self._targets.add(name, row, shape)
 
     def close(self) -> Totals:
         """The totals. WeightError for the first tensor that is not accounted for exactly once."""

@@ -8,6 +8,7 @@ used, every target element written once" is a statement about ranges of integers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ..errors import WeightError
@@ -26,7 +27,11 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How one tensor of ours and its sources in Hugging Face format make each other."""
+    """How one tensor of ours and its sources in Hugging Face format make each other.
+
+    A stack is a tensor of blocks, one an expert, that are all made alike: ``hf`` names the sources of all blocks, and
+    ``rows`` and ``order`` speak of one.
+    """
 
     ours: str  # canonical name; {L} is the layer
     hf: tuple[str, ...]
@@ -34,8 +39,13 @@ class Rule:
     width: int | None  # columns; None: vectors
     order: tuple[Segment, ...]  # our rows, in order
     cut: int | None  # axis that tensor parallelism cuts; None: replicated
+    stack: int | None = None  # blocks; None: the tensor is no stack
+    layers: tuple[int, ...] | None = None  # the layers that have it; None: all
+    is_trained: bool = True  # False: part of the model, and never given a gradient
 
     def __post_init__(self) -> None:
+        if len(self.hf) != len(self.rows) * (self.stack or 1):
+            raise WeightError(f"{self.ours}: {len(self.hf)} sources for {self.stack or 1} x {len(self.rows)}")
         for source, rows in enumerate(self.rows):
             spans = sorted((item.start, item.stop) for item in self.order if item.source == source)
             ends = [0, *(stop for _, stop in spans)]
@@ -46,11 +56,13 @@ class Rule:
     def shape(self) -> tuple[int, ...]:
         """Of our whole tensor."""
         rows = sum(self.rows)
-        return (rows,) if self.width is None else (rows, self.width)
+        block = (rows,) if self.width is None else (rows, self.width)
+        return block if self.stack is None else (self.stack, *block)
 
     def hf_shape(self, source: int) -> tuple[int, ...]:
         """Of one Hugging Face tensor."""
-        return (self.rows[source],) if self.width is None else (self.rows[source], self.width)
+        rows = self.rows[source % len(self.rows)]
+        return (rows,) if self.width is None else (rows, self.width)
 
     def at(self, layer: int) -> "Rule":
         """The rule of one layer."""
@@ -58,8 +70,20 @@ class Rule:
         names = tuple(name.replace("{L}", number) for name in self.hf)
         return replace(self, ours=self.ours.replace("{L}", number), hf=names)
 
+    def blocks(self) -> list["Rule"]:
+        """The rule of each block of a stack; itself, alone, where there is no stack."""
+        if self.stack is None:
+            return [self]
+        count = len(self.rows)
+        return [
+            replace(self, hf=self.hf[number * count : (number + 1) * count], stack=None) for number in range(self.stack)
+        ]
+
     def pack(self, read: Reader, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box of our tensor at ``offset`` of ``shape``, from the parts of the sources that it needs."""
+        if self.stack is not None:
+            blocks = self.blocks()[offset[0] : offset[0] + shape[0]]
+            return torch.stack([block.pack(read, offset[1:], shape[1:]) for block in blocks])
         columns = () if self.width is None else (slice(offset[1], offset[1] + shape[1]),)
         segments = list(self._within(offset[0], offset[0] + shape[0]))
         first = read(self.hf[segments[0].source], (slice(segments[0].start, segments[0].stop), *columns))
@@ -79,6 +103,8 @@ class Rule:
 
     def unpack(self, whole: Tensor) -> list[Tensor]:
         """The Hugging Face tensors that our whole tensor is made of."""
+        if self.stack is not None:
+            return [part for block, own in zip(self.blocks(), whole, strict=True) for part in block.unpack(own)]
         if len(self.order) == 1:
             return [whole]
         found = [whole.new_empty(self.hf_shape(source)) for source in range(len(self.hf))]
@@ -112,7 +138,7 @@ def expanded(rules: Iterable[Rule], num_layers: int) -> dict[str, Rule]:
     first = [rule for rule in rules if rule.ours.startswith("embedding.")]
     found += first
     for layer in range(num_layers):
-        found += [rule.at(layer) for rule in layered]
+        found += [rule.at(layer) for rule in layered if rule.layers is None or layer in rule.layers]
     found += [rule for rule in rules if rule not in first and "{L}" not in rule.ours]
     return {rule.ours: rule for rule in found}
 

@@ -91,8 +91,18 @@ class Source(ABC):
 
     def whole(self, name: str) -> Box:
         """The box that is all of one of our tensors."""
-        shape = self.rules[name].shape
-        return Box.of_whole(name, shape)
+        return Box.of_whole(name, self.rules[name].shape)
+
+    def parts(self, name: str) -> list[tuple[Rule, Box]]:
+        """The least parts of one of our tensors that are whole Hugging Face tensors, and the rule of each."""
+        rule, whole = self.rules[name], self.whole(name)
+        if rule.stack is None:
+            return [(rule, whole)]
+        origin, shape = (0,) * (len(rule.shape) - 1), (1, *rule.shape[1:])
+        return [
+            (block, Box(key=name, whole=whole.whole, offset=(number, *origin), shape=shape))
+            for number, block in enumerate(rule.blocks())
+        ]
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -55,10 +55,8 @@ def open(layout: Layout, num_ranks: int, *, timeout_s: float = 600.0) -> Iterato
     """Make the groups of ``layout`` over the ``num_ranks`` ranks of the world."""
     if layout.ranks != num_ranks:
         raise LayoutError(f"layout {layout}: takes {layout.ranks} processes, {num_ranks} were started")
-    if (layout.data * layout.context) % layout.expert:
-        raise LayoutError(
-            f"layout {layout}: expert={layout.expert} does not divide data x context = {layout.data * layout.context}"
-        )
+    if (stage := layout.ranks // layout.pipeline) % layout.expert:
+        raise LayoutError(f"layout {layout}: expert={layout.expert} does not divide the {stage} ranks of a stage")
     before = _global_state()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -25,9 +25,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from mindspeed_kernels.bundle import Kernels
+from mindspeed_kernels.ops.routing import Choice
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .moe import moe
 from .rotary import Rotary
 
 
@@ -44,6 +46,9 @@ class DecoderConfig(TransformerConfig):
     activation: Literal["swiglu", "geglu"] = "swiglu"  # of the gated MLP
     norm_offset: float = 0.0  # added to the weight of every norm
     embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
+    choice: Choice | None = None  # how experts are chosen, where there are any
+    router_has_bias: bool = False  # a number for each expert is added to its score in choosing alone
+    router_is_wide: bool = False  # the router computes in float32 at least
     num_tokens: int = 0  # true size of the vocabulary, without the rows that pad it
 
 
@@ -196,16 +201,20 @@ class SpecProvider(LocalSpecProvider):
         return GatedActivation
 
 
-def dense_layer(
+def decoder_layer(
     *,
     qk_norm: bool,
     qkv_bias: bool,
     o_bias: bool,
     mlp_bias: bool,
+    has_experts: bool = False,
     post_norms: DecoderConfig | None = None,
     provider: BackendSpecProvider | None = None,
 ) -> ModuleSpec:
-    """A pre-norm decoder layer with a gated MLP. ``post_norms``: the configuration of norms behind attention and MLP."""
+    """A pre-norm decoder layer with a gated MLP, or with experts.
+
+    ``post_norms``: the configuration of norms behind attention and MLP.
+    """
     provider = provider or SpecProvider()
     norm = provider.layer_norm(rms_norm=True)
     head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if qk_norm else IdentityOp
@@ -220,11 +229,22 @@ def dense_layer(
     add: Any = get_bias_dropout_add
     if post_norms is not None:
         add = ModuleSpec(module=NormedAdd, params={"config": post_norms})
-    mlp = MLPSubmodules(
-        linear_fc1=_biased(column, mlp_bias),
-        linear_fc2=_biased(row, mlp_bias),
-        activation_func=provider.activation_func(),
-    )
+    # The names that megatron-core's own layers have in checkpoints, fused with Transformer Engine or not.
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "self_attn_bda.norm.": "post_self_attn_layernorm.",
+        "mlp_bda.norm.": "post_mlp_layernorm.",
+    }
+    if has_experts:
+        mlp = moe(provider, partial(_biased, has_bias=False))
+    else:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        submodules = MLPSubmodules(
+            linear_fc1=_biased(column, mlp_bias),
+            linear_fc2=_biased(row, mlp_bias),
+            activation_func=provider.activation_func(),
+        )
+        mlp = ModuleSpec(module=MLP, submodules=submodules)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -234,15 +254,9 @@ def dense_layer(
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=mlp,
             mlp_bda=add,
-            # The names that megatron-core's own layers have in checkpoints, fused with Transformer Engine or not.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-                "self_attn_bda.norm.": "post_self_attn_layernorm.",
-                "mlp_bda.norm.": "post_mlp_layernorm.",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
 

@@ -16,10 +16,9 @@ from mindspeed_runtime.config import ConfigError
 from mindspeed_runtime.patch import Feature, Patch, applied
 
 from .device import DEVICE
-from .router import ROUTER
 from .torch_adam import TORCH_ADAM
 
-FEATURES: tuple[Feature, ...] = (DEVICE, ROUTER, TORCH_ADAM)  # in the order in which they are applied
+FEATURES: tuple[Feature, ...] = (DEVICE, TORCH_ADAM)  # in the order in which they are applied
 
 
 @dataclass(frozen=True, kw_only=True)
