@@ -82,7 +82,12 @@ def _npu_fusion_attention(
     pre_tockens=2147483647, next_tockens=2147483647, inner_precise=0, prefix=None, actual_seq_qlen=None,
     actual_seq_kvlen=None, sparse_mode=0, *_: object, **__: object,
 ):  # fmt: skip
-    assert input_layout == "BSND" and head_num == query.shape[2] and 0 < keep_prob <= 1
+    assert (
+        query.shape[-1] == value.shape[-1]
+        and input_layout == "BSND"
+        and head_num == query.shape[2]
+        and 0 < keep_prob <= 1
+    )
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     length = query.shape[1]
     hidden = torch.zeros(length, length, dtype=torch.bool)  # without a mask, nothing is hidden in any mode
@@ -172,6 +177,15 @@ def test_attention_means_on_an_npu_what_it_means_by_definition(kernels, document
 
     with fp64():
         ours, reference = (partial(function, **options) for function in (kernels.attention, attention))
+        assert _same(ours, reference, inputs) < 1e-12
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["plain", "documents"])
+def test_values_narrower_than_keys_are_attended_to_as_they_are(kernels, documents):
+    inputs = [_random(2, 13, 3, width) for width in (8, 8, 6)]
+    with fp64():
+        ours, reference = (partial(function, documents=documents) for function in (kernels.attention, attention))
+        assert ours(*inputs).shape == (2, 13, 3, 6)
         assert _same(ours, reference, inputs) < 1e-12
 
 

@@ -58,25 +58,29 @@ def test_the_description_is_what_transformers_builds(name):
     assert arch.attention_dropout == attention.attention_dropout
     assert (arch.vocab, arch.hidden) == tuple(model.model.embed_tokens.weight.shape)
     assert arch.num_layers == len(model.model.layers)
-    assert arch.query_rows == attention.o_proj.in_features
-    if hasattr(attention, "qkv_proj"):
+    assert arch.value_rows == attention.o_proj.in_features
+    assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
+    if arch.latent is not None:
+        _check_latent(arch, attention)
+    elif hasattr(attention, "qkv_proj"):
         assert arch.query_rows + 2 * arch.kv_rows == attention.qkv_proj.out_features
     else:
         assert arch.query_rows == attention.q_proj.out_features
         assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
-    assert arch.head_dim == attention.head_dim
-    assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
+    assert arch.head_dim == getattr(attention, "head_dim", arch.head_dim)
+    assert (arch.attention_scale or arch.head_dim**-0.5) == pytest.approx(attention.scaling, rel=1e-12)
     assert mlp is None or arch.ffn == mlp.down_proj.in_features
-    assert {arch.qkv_bias} == {
-        m.bias is not None for n, m in attention.named_children() if n[0] in "qkv" and "proj" in n
+    biases = {
+        m.bias is not None for n, m in attention.named_children() if n in ("q_proj", "k_proj", "v_proj", "qkv_proj")
     }
+    assert arch.latent is not None or {arch.qkv_bias} == biases
     assert arch.o_bias == (attention.o_proj.bias is not None)
     projections = [] if mlp is None else [m for n, m in mlp.named_children() if n.endswith("_proj")]
     assert all(arch.mlp_bias == (projection.bias is not None) for projection in projections)
     assert arch.post_norms == hasattr(model.model.layers[0], "post_mlp_layernorm")
     turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
     assert arch.unturned == tuple(number for number, is_turned in enumerate(turns) if not is_turned)
-    assert arch.rope.width(arch.head_dim) == 2 * model.model.rotary_emb.inv_freq.numel()
+    assert arch.turned == 2 * model.model.rotary_emb.inv_freq.numel()
     assert arch.qk_norm == hasattr(attention, "q_norm")
     assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     _check_functions(arch, model, (mlp or mlps[0].experts))
@@ -84,6 +88,25 @@ def test_the_description_is_what_transformers_builds(name):
     by_mask = family.name in ("mistral", "phi3", "mixtral", "qwen3_moe")  # and not by the layers
     everywhere = model.config.sliding_window if by_mask else None
     assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+
+
+def _check_latent(arch, attention):
+    """Sizes are told apart by the matrices, whose widths are all different."""
+    latent = arch.latent
+    queries = [attention.q_proj] if not latent.q_rank else [attention.q_a_proj, attention.q_b_proj]
+    matrices = (*queries, attention.kv_a_proj_with_mqa, attention.kv_b_proj)
+    assert [(matrix.in_features, matrix.out_features) for matrix in matrices] == [
+        *(
+            [(arch.hidden, latent.q_rank), (latent.q_rank, arch.query_rows)]
+            if latent.q_rank
+            else [(arch.hidden, arch.query_rows)]
+        ),
+        (arch.hidden, latent.kv_rank + latent.turned),
+        (latent.kv_rank, arch.num_heads * (latent.plain + latent.value)),
+    ]
+    assert (latent.plain, latent.value) == (attention.qk_nope_head_dim, attention.v_head_dim)
+    assert latent.norm_eps == attention.kv_a_layernorm.variance_epsilon
+    assert latent.bias == (attention.kv_a_proj_with_mqa.bias is not None)
 
 
 def _check_functions(arch, model, acting):
@@ -239,7 +262,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are gemma, glm, "),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are deepseek_v2, "),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -327,4 +350,5 @@ def test_a_plug_in_adds_a_family(tmp_path, monkeypatch):
     (tmp_path / "plug-1.dist-info" / "entry_points.txt").write_text("[mindspeed.families]\nseed = plug:FAMILY\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "olmo" in families()
-    assert sorted(set(families()) - {"olmo"}) == sorted(family.name for family in FAMILIES)
+    own = {model_type for family in FAMILIES for model_type in family.model_types}
+    assert set(families()) - {"olmo"} == own

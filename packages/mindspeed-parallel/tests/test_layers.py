@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from mindspeed_kernels.bundle import Kernels
-from mindspeed_parallel.megatron.layers import DecoderConfig, Norm, NormedAdd
+from mindspeed_parallel.megatron.config import DecoderConfig
+from mindspeed_parallel.megatron.layers import Norm, NormedAdd
 from tiny_training import (
     HEAD_DIM,
     LENGTH,

@@ -21,8 +21,11 @@ from mindspeed_kernels.device import open_device
 from mindspeed_kernels.reference import fp64
 from mindspeed_parallel.layout import parse_layout
 from mindspeed_parallel.megatron import groups as megatron_groups
+from mindspeed_parallel.megatron.config import DecoderConfig, PackedDocuments
+from mindspeed_parallel.megatron.decoder import Decoder
 from mindspeed_parallel.megatron.features import activate
-from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, PackedDocuments, Rotary, decoder_layer
+from mindspeed_parallel.megatron.layers import LayerKind, Norm, decoder_layer
+from mindspeed_parallel.megatron.rotary import Rotary
 from mindspeed_runtime.launch import Rank, world
 from torch.nn import functional
 
@@ -94,7 +97,7 @@ def config_for(groups, **changes):
 def chunks_for(groups, config, norm=Norm):
     layout = groups.layout
     frequencies = 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    layer = decoder_layer(qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=False)
+    layer = decoder_layer(LayerKind(qk_norm=True, qkv_bias=True, o_bias=True), config)
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None

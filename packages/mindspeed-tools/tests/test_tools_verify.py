@@ -50,7 +50,12 @@ pytestmark = pytest.mark.dist
         ("qwen3_moe-sparse", "pp2vpp2"),
         ("glm4_moe", "tp1,tp2sp,ep2dp2"),
         ("glm4_moe-groups", "tp1"),
+        ("deepseek_v3", "tp1,tp2sp,pp2"),
+        ("deepseek_v3-yarn", "tp2ep2sp"),
+        ("deepseek_v2", "tp1,ep2dp2"),
+        ("deepseek_v2-greedy", "tp2sp"),
         pytest.param("glm4_moe", "auto", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "auto", marks=pytest.mark.slow),
         pytest.param("glm4", "auto", marks=pytest.mark.slow),
         pytest.param("qwen2", "auto", marks=pytest.mark.slow),
         ("qwen2-window", "tp1,pp2"),
@@ -66,7 +71,19 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
     if layouts == "auto":
         usual = ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
         with_experts = ["tp1", "tp2sp", "pp2", "ep2dp2", "tp2ep2sp", "tp2pp2sp", "pp2vpp2"]
-        assert [item.layout for item in report.layouts] == (with_experts if "_moe" in name else usual)
+        assert [item.layout for item in report.layouts] == (
+            with_experts if name in ("glm4_moe", "deepseek_v3") else usual
+        )
+
+
+def test_a_model_type_of_code_that_travels_with_the_weights_is_proved_against_the_class_of_the_same_graph(tmp_path):
+    save_tiny("deepseek_v3", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
+    report = verify(tmp_path / "hf", None, layouts="tp1")
+    assert report.holds and report.layouts[0].logits < 1e-12
+    to_megatron(open_source(tmp_path / "hf"), tmp_path / "ck")
+    assert json.loads((tmp_path / "ck" / "hf" / "config.json").read_text())["model_type"] == "kimi_k2"
 
 
 @pytest.mark.slow
@@ -74,7 +91,7 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
     "name",
     [
         *("gemma", "glm", "glm4", "internlm3", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
-        *("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
     ],
 )
 def test_every_family_holds_its_bound_in_fp32_in_every_layout(tmp_path, name):
@@ -263,7 +280,7 @@ def test_a_padded_row_in_the_softmax_shows_in_the_loss_and_not_in_the_logits(con
     site = converted / "leak"
     site.mkdir()
     (site / "sitecustomize_leak.py").write_text(
-        "from mindspeed_parallel.megatron.layers import Decoder\n"
+        "from mindspeed_parallel.megatron.decoder import Decoder\n"
         "Decoder._without_padding = lambda self, logits: logits\n"
         "from mindspeed_models.families.qwen3 import QWEN3 as FAMILY\n"
     )
@@ -271,7 +288,7 @@ def test_a_padded_row_in_the_softmax_shows_in_the_loss_and_not_in_the_logits(con
     (site / "leak-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: leak\nVersion: 1\n")
     entry = "[mindspeed.families]\nqwen3 = sitecustomize_leak:FAMILY\n"
     (site / "leak-1.dist-info" / "entry_points.txt").write_text(entry)
-    from mindspeed_parallel.megatron.layers import Decoder
+    from mindspeed_parallel.megatron.decoder import Decoder
 
     kept = Decoder._without_padding
     monkeypatch.syspath_prepend(site)

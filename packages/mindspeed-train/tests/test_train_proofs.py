@@ -30,7 +30,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    for name in ("qwen3", "llama-tied", "llama-5L", "glm4", "qwen2_moe", "glm4_moe"):
+    for name in ("qwen3", "llama-tied", "llama-5L", "glm4", "qwen2_moe", "glm4_moe", "deepseek_v3"):
         save_tiny_chat(name, folder / name)
     # 12 tokens: the second document of packed_leak is longer, the first is not.
     save_tiny_chat("llama-dynamic", folder / "llama-dynamic", max_position_embeddings=12)
@@ -74,6 +74,7 @@ def test_a_tied_model_equals_one_process_too(made, tmp_path):
     [
         ("qwen2_moe", "tp2sp,pp2vpp2,dp2,ep2dp2,tp2ep2sp"),
         ("glm4_moe", "tp2sp,ep2dp2,tp2pp2sp,tp2ep2dp2sp"),
+        ("deepseek_v3", "tp2sp,pp2vpp2,tp2ep2sp,ep2dp2"),
     ],
 )
 def test_a_model_with_experts_equals_one_process_in_every_layout(made, tmp_path, name, layouts):
@@ -126,6 +127,7 @@ def test_training_equals_plain_pytorch_training_of_the_transformers_model(made, 
         ("qwen2_moe", "tp2sp", "bf16", True),
         ("qwen2_moe", "tp2pp2sp", "fp32", False),
         ("glm4_moe", "tp2ep2dp2sp", "bf16", True),
+        ("deepseek_v3", "tp2ep2sp", "bf16", True),
     ],
 )
 def test_the_plan_is_exact_to_the_byte(made, tmp_path, pool, name, layout, precision, sharded):
@@ -199,6 +201,15 @@ def test_experts_marked_as_megatron_core_marks_them_train_wrong_on_tensor_ranks(
     assert not two.holds
     (gradient,) = [item for item in two.differences if item.quantity == "gradient"]
     assert gradient.value > 1e-3 and ".experts." in gradient.where
+
+
+def test_keys_that_heads_share_need_a_gradient_from_all_tensor_ranks(made, tmp_path):
+    """Of megatron-core's own layers, those without Transformer Engine gather them with a gradient that is only cut."""
+    (verdict,) = prove_layouts(
+        _recipe(made, "deepseek_v3"), ["tp2sp"], tmp_path, observe=ranks.with_shared_keys_of_each_rank
+    )
+    (gradient,) = [item for item in verdict.differences if item.quantity == "gradient"]
+    assert gradient.value > 1e-3
 
 
 @pytest.mark.slow

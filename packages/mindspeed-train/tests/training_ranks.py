@@ -5,7 +5,9 @@ from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from mindspeed_parallel.megatron import moe
+from mindspeed_parallel.megatron.attention import LatentAttention
 from mindspeed_runtime.data.batch import IGNORE, Batch
 from mindspeed_runtime.data.loader import Loader
 from mindspeed_train.observe import observe_session
@@ -41,6 +43,19 @@ def with_marks_of_megatron(rank, recipe, folder):
 
     with (
         mock.patch.object(moe, "_expert_weight", marked),
+        open_session(rank, recipe, reference=True) as session,
+    ):
+        return observe_session(session, recipe, folder)
+
+
+def with_shared_keys_of_each_rank(rank, recipe, folder):
+    """Each tensor rank keeps the gradient that its own heads give the keys that all share, and no other."""
+
+    def gathered(self, x):
+        return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self.tp_group)
+
+    with (
+        mock.patch.object(LatentAttention, "_on_all_heads", gathered),
         open_session(rank, recipe, reference=True) as session,
     ):
         return observe_session(session, recipe, folder)

@@ -12,6 +12,7 @@ from mindspeed_runtime.config import ConfigError
 from mindspeed_runtime.recipe import Recipe
 
 from .families import Arch
+from .families.arch import Latent
 
 _ALIGN_PARAMETER = 64  # elements: where a parameter starts in megatron-core's buffers
 _ALIGN_BUCKET = 128  # elements: where a bucket ends
@@ -191,13 +192,9 @@ def _expert_shapes(arch: Arch, expert: int, layers: Sequence[int]) -> Iterator[t
 
 
 def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
-    qkv, ffn = (arch.query_rows + 2 * arch.kv_rows) // tensor, arch.ffn // tensor
+    ffn = arch.ffn // tensor
     yield (arch.hidden,)
-    yield (arch.hidden, arch.query_rows // tensor)
-    yield from [(arch.hidden,)] * arch.o_bias
-    yield (qkv, arch.hidden)
-    yield from [(qkv,)] * arch.qkv_bias
-    yield from [(arch.head_dim,)] * 2 * arch.qk_norm
+    yield from _attention_shapes(arch, tensor) if arch.latent is None else _latent_shapes(arch, arch.latent, tensor)
     yield from [(arch.hidden,)] * arch.post_norms
     yield (arch.hidden,)
     if arch.moe is not None and layer in arch.expert_layers:
@@ -212,6 +209,30 @@ def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ..
         yield (arch.hidden, ffn)
         yield from [(arch.hidden,)] * arch.mlp_bias
     yield from [(arch.hidden,)] * arch.post_norms
+
+
+def _attention_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
+    qkv = (arch.query_rows + 2 * arch.kv_rows) // tensor
+    yield (arch.hidden, arch.query_rows // tensor)
+    yield from [(arch.hidden,)] * arch.o_bias
+    yield (qkv, arch.hidden)
+    yield from [(qkv,)] * arch.qkv_bias
+    yield from [(arch.head_dim,)] * 2 * arch.qk_norm
+
+
+def _latent_shapes(arch: Arch, latent: Latent, tensor: int) -> Iterator[tuple[int, ...]]:
+    ways = [(latent.kv_rank, latent.kv_rank + latent.turned, arch.num_heads * (latent.plain + latent.value))]
+    if latent.q_rank:
+        ways.insert(0, (latent.q_rank, latent.q_rank, arch.query_rows))
+    else:
+        yield (arch.query_rows // tensor, arch.hidden)
+    for rank, narrow, wide in ways:
+        yield (narrow, arch.hidden)
+        yield from [(narrow,)] * latent.bias
+        yield (rank,)
+        yield (wide // tensor, rank)
+    yield (arch.hidden, arch.value_rows // tensor)
+    yield from [(arch.hidden,)] * arch.o_bias
 
 
 @dataclass(frozen=True, kw_only=True)

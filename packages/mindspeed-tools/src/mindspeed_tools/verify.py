@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from mindspeed_kernels.errors import UserError
 from mindspeed_models.families import Arch
+from mindspeed_models.families.settings import transformers_config
 from mindspeed_models.plan import check_plan
 from mindspeed_models.weights.convert import to_megatron
 from mindspeed_models.weights.shards import Box, Shards
@@ -167,9 +168,7 @@ def _differing_keys(source: Source, against: Path) -> tuple[str, ...]:
 
 def _understood(config: Mapping[str, Any]) -> dict[str, Any]:
     """Every key as transformers understands it: a default that is spelled out is the default."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**config).to_dict()
+    return transformers_config(config).to_dict()
 
 
 def _shown(config: dict[str, Any], key: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mindspeed_kernels.reference import fp64, untouched
+from mindspeed_models.families.settings import SAME_AS, transformers_config
 from mindspeed_models.weights.gguf import GGUFSource
 from mindspeed_models.weights.shards import Piece, save_pieces
 from mindspeed_models.weights.source import open_source
@@ -135,6 +136,8 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
     source = open_source(path)
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
     folder = path
+    if source.config["model_type"] in SAME_AS:
+        options["config"] = transformers_config(source.config)
     if isinstance(source, GGUFSource):
         folder, options["gguf_file"] = source.path.parent, source.path.name
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

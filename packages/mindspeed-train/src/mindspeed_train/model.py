@@ -16,8 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from mindspeed_kernels.device import Device
 from mindspeed_models.megatron.checkpoint import load_model, save_model
 from mindspeed_models.megatron.geometry import LocalPiece, local_pieces
+from mindspeed_parallel.megatron.config import PackedDocuments
 from mindspeed_parallel.megatron.groups import Groups
-from mindspeed_parallel.megatron.layers import PackedDocuments
 from mindspeed_runtime.data.batch import IGNORE, Batch
 from torch import Tensor
 

@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     import megatron.core.distributed
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel
+    import mindspeed_parallel.megatron.decoder
     import mindspeed_parallel.megatron.layers
     import transformers
     import transformers.models.auto.modeling_auto

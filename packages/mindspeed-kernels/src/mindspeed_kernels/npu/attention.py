@@ -10,6 +10,7 @@ import math
 import torch
 import torch_npu  # pyright: ignore[reportMissingImports]  an extra, on Ascend alone
 from torch import Tensor
+from torch.nn import functional
 
 from ..ops.attention import visible
 
@@ -34,7 +35,10 @@ def attention(
     else:
         seen = visible(q.shape[1], window, documents, q.device)
         hidden, mode = ~(seen if seen.dim() == 4 else seen[None, None]), _WHOLE_MASK
-    return torch_npu.npu_fusion_attention(
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the operator takes heads of one width
+        v = functional.pad(v, (0, q.shape[-1] - width))
+    out = torch_npu.npu_fusion_attention(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -45,6 +49,7 @@ def attention(
         keep_prob=1.0 - dropout,
         sparse_mode=mode,
     )[0]
+    return out[..., :width]
 
 
 @functools.lru_cache(maxsize=8)

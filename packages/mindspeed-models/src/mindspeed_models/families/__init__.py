@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ModelError
 from .arch import Arch, Moe, Rope
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import Family
 from .gemma import GEMMA
 from .glm4 import GLM, GLM4
@@ -24,7 +25,7 @@ from .smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     *(GEMMA, GLM, GLM4, INTERNLM3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3),
-    *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
 )
 
 __all__ = ["FAMILIES", "Arch", "Family", "Moe", "Rope", "Settings", "describe", "families"]

@@ -111,6 +111,24 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): queries, keys and values come from narrow latents."""
+
+    q_rank: int  # width of the latent of queries; 0: they come from the hidden states
+    kv_rank: int  # of keys and values
+    plain: int  # dimensions of a query or key head that are not turned
+    turned: int  # dimensions that are; of keys, all heads share them
+    value: int  # dimensions of a value head
+    norm_eps: float  # of the norms of the latents
+    bias: bool = False  # of the projections to the latents
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "plain", "turned", "value"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"latent attention: {name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Moe:
     """A mixture of experts (Shazeer et al., 2017) where some layers would have one MLP.
 
@@ -185,6 +203,8 @@ class Arch:
     post_norms: bool = False  # RMSNorm of what attention and MLP add, too
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0  # of what attention and MLP add
+    attention_scale: float | None = None  # of the products of queries and keys; None: the root of head_dim divides them
+    latent: Latent | None = None  # attention over latents in every layer; head_dim is of queries and keys
     moe: Moe | None = None  # experts in some layers
 
     def __post_init__(self) -> None:
@@ -195,7 +215,10 @@ class Arch:
             raise ModelError(
                 f"{self.family}: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
             )
-        self.rope.check_width(self.head_dim)
+        if self.latent is None:
+            self.rope.check_width(self.head_dim)
+        else:
+            self.rope.check_width(self.latent.turned)
         if self.norm_eps <= 0:
             raise ModelError(f"{self.family}: norm_eps {self.norm_eps} must be above 0")
         if self.windows and len(self.windows) != self.num_layers:
@@ -204,6 +227,16 @@ class Arch:
             raise ModelError(f"{self.family}: a sliding window of less than one token in {self.windows}")
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ModelError(f"{self.family}: experts in layers {self.moe.layers} of {self.num_layers}")
+
+    @property
+    def turned(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return self.rope.width(self.head_dim) if self.latent is None else self.latent.turned
+
+    @property
+    def value_rows(self) -> int:
+        """Width of what all heads give."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..weights.rule import Rule, Segment, stacked
-from .arch import Arch, Moe, Rope
+from .arch import Arch, Latent, Moe, Rope
 from .settings import Settings
 
 
@@ -88,11 +88,6 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     hf, ours, hidden = "model.layers.{L}.", "decoder.layers.{L}.", arch.hidden
     attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
     some = {"layers": None if arch.moe is None else arch.mlp_layers}  # that have one MLP
-    qkv = _Joined(
-        names=tuple(f"{hf}self_attn.{name}" for name in names.qkv),
-        rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
-        order=_by_kv_head(arch),
-    )
     gate_up = _Joined(
         names=tuple(f"{hf}mlp.{name}" for name in names.gate_up),
         rows=(arch.ffn, arch.ffn),
@@ -100,9 +95,8 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     )
     rules = [
         _matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight", arch.vocab, hidden, cut=0),
-        _vector(f"{attention}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", hidden),
-        qkv.rule(f"{attention}linear_qkv.weight", hidden),
-        _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.query_rows, cut=1),
+        *(_attention_rules(arch, names) if arch.latent is None else _latent_rules(arch, arch.latent)),
+        _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.value_rows, cut=1),
         _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden, **some),
         gate_up.rule(f"{mlp}linear_fc1.weight", hidden, **some),
         _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1, **some),
@@ -111,13 +105,6 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
     ]
     if not arch.tied:
         rules.append(_matrix("output_layer.weight", "lm_head.weight", arch.vocab, hidden, cut=0))
-    if arch.qk_norm:
-        rules += [
-            _vector(f"{attention}{name}_layernorm.weight", f"{hf}self_attn.{name}_norm.weight", arch.head_dim)
-            for name in "qk"
-        ]
-    if arch.qkv_bias:
-        rules.append(qkv.rule(f"{attention}linear_qkv.bias", None))
     if arch.o_bias:
         rules.append(_vector(f"{attention}linear_proj.bias", f"{hf}self_attn.o_proj.bias", hidden))
     if arch.mlp_bias:
@@ -129,6 +116,42 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
             _vector(f"{ours}post_mlp_layernorm.weight", f"{hf}{names.post_mlp}.weight", hidden),
         ]
     return tuple(rules)
+
+
+def _attention_rules(arch: Arch, names: Names) -> Iterator[Rule]:
+    """The norm before attention, and queries, keys and values."""
+    hf, ours = "model.layers.{L}.", "decoder.layers.{L}.self_attention."
+    qkv = _Joined(
+        names=tuple(f"{hf}self_attn.{name}" for name in names.qkv),
+        rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
+        order=_by_kv_head(arch),
+    )
+    yield _vector(f"{ours}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", arch.hidden)
+    yield qkv.rule(f"{ours}linear_qkv.weight", arch.hidden)
+    if arch.qkv_bias:
+        yield qkv.rule(f"{ours}linear_qkv.bias", None)
+    if arch.qk_norm:
+        for name in "qk":
+            yield _vector(f"{ours}{name}_layernorm.weight", f"{hf}self_attn.{name}_norm.weight", arch.head_dim)
+
+
+def _latent_rules(arch: Arch, latent: Latent) -> Iterator[Rule]:
+    """The norm before attention, and the ways to the latents and from them, in the order of Hugging Face."""
+    hf, ours, hidden = "model.layers.{L}.self_attn.", "decoder.layers.{L}.self_attention.", arch.hidden
+    yield _vector("decoder.layers.{L}.input_layernorm.weight", "model.layers.{L}.input_layernorm.weight", hidden)
+    ways = [("kv", "kv_a_proj_with_mqa", latent.kv_rank, latent.kv_rank + latent.turned)]
+    if latent.q_rank:
+        ways.insert(0, ("q", "q_a_proj", latent.q_rank, latent.q_rank))
+    else:
+        yield _matrix(f"{ours}linear_q_proj.weight", f"{hf}q_proj.weight", arch.query_rows, hidden, cut=0)
+    for name, down, rank, rows in ways:
+        yield _matrix(f"{ours}linear_{name}_down_proj.weight", f"{hf}{down}.weight", rows, hidden, cut=None)
+        if latent.bias:
+            yield _vector(f"{ours}linear_{name}_down_proj.bias", f"{hf}{down}.bias", rows)
+        up = f"{ours}linear_{name}_up_proj."
+        yield _vector(f"{up}layer_norm_weight", f"{hf}{name}_a_layernorm.weight", rank)
+        wide = arch.query_rows if name == "q" else arch.num_heads * (latent.plain + latent.value)
+        yield _matrix(f"{up}weight", f"{hf}{name}_b_proj.weight", wide, rank, cut=0)
 
 
 def expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:

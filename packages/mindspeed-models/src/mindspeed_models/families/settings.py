@@ -29,22 +29,34 @@ _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_SPELLINGS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
+# Model types of code that travels with the weights, and the class of transformers that is the same graph.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+
+
+def transformers_config(raw: Mapping[str, Any]) -> Any:
+    """The configuration as an object of transformers."""
+    from transformers import AutoConfig
+
+    kind = str(raw.get("model_type"))
+    return AutoConfig.for_model(**{**raw, "model_type": SAME_AS.get(kind, kind)})
+
+
 class Settings:
     """The keys of one configuration."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """``raw``: config.json as a mapping. ModelError when its model type is unknown to transformers."""
         from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         self.raw = dict(raw)
         self.model_type = str(raw.get("model_type"))
-        if self.model_type not in CONFIG_MAPPING:
+        known = SAME_AS.get(self.model_type, self.model_type)
+        if known not in CONFIG_MAPPING:
             raise ModelError(f"config.json: model_type {self.model_type!r} is not known")
-        kind = CONFIG_MAPPING[self.model_type]
+        kind = CONFIG_MAPPING[known]
         try:
-            self._values = AutoConfig.for_model(**self.raw).to_dict()
+            self._values = transformers_config(self.raw).to_dict()
         except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
             reason = " ".join(str(error.args[0] if error.args else error).split())
             raise ModelError(f"config.json: not a valid {self.model_type} configuration: {reason}") from error
@@ -126,6 +138,12 @@ class Settings:
         if given:
             raise ModelError(f"config.json: rope_parameters.{min(given)} is not understood with rope_type {kind!r}")
         return Rope(**fields, share=share, interleaved=interleaved)
+
+    def sharpness_of_all(self) -> float:
+        """What mscale_all_dim of a stretched rotary embedding makes of the scores, once for queries, once for keys."""
+        given = self.take("rope_parameters")
+        weight = given.get("mscale_all_dim") or 0
+        return _yarn_scale(_number("factor", given["factor"]), weight) if weight else 1.0
 
     def _stretch(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Take what ``kind`` reads of ``given``. KeyError for a key that it lacks."""

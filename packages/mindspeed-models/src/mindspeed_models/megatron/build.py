@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import Device
+from mindspeed_parallel.megatron.config import DecoderConfig, Latent
+from mindspeed_parallel.megatron.decoder import Decoder
 from mindspeed_parallel.megatron.groups import Groups, communication_options
-from mindspeed_parallel.megatron.layers import Decoder, DecoderConfig, Norm, decoder_layer
+from mindspeed_parallel.megatron.layers import LayerKind, Norm, decoder_layer
 from mindspeed_parallel.megatron.rotary import DynamicRotary, LongRotary, Rotary
 from torch import Tensor
 from torch.nn import functional
@@ -82,19 +84,21 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
 
 
 def _layer(arch: Arch, config: DecoderConfig, layer: int) -> ModuleSpec:
-    return decoder_layer(
+    kind = LayerKind(
+        mixer="attention" if arch.latent is None else "latent",
         qk_norm=arch.qk_norm,
         qkv_bias=arch.qkv_bias,
         o_bias=arch.o_bias,
         mlp_bias=arch.mlp_bias,
         has_experts=layer in arch.expert_layers,
-        post_norms=config if arch.post_norms else None,
+        post_norms=arch.post_norms,
     )
+    return decoder_layer(kind, config)
 
 
 def rotary(arch: Arch) -> Rotary:
     """The rotary embedding of the model, on the CPU."""
-    rope, width = arch.rope, arch.rope.width(arch.head_dim)
+    rope, width = arch.rope, arch.turned
     short = torch.tensor(rope.inverse_frequencies(width), dtype=torch.float32)
     if rope.kind == "dynamic":
         return DynamicRotary(short, rope.factor, rope.original_max_positions)
@@ -152,17 +156,26 @@ def decoder_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         kernels=kernels,
-        windows=arch.windows,
-        unturned=arch.unturned,
-        interleaved=arch.rope.interleaved,
-        activation=arch.activation,
-        norm_offset=arch.norm_offset,
-        embedding_scale=arch.embedding_scale,
-        num_tokens=arch.vocab,
+        softmax_scale=arch.attention_scale,
+        **_own_fields(arch),
         **({} if arch.moe is None else _expert_fields(arch.moe)),
         **communication_options(layout, device),
         **recompute,
     )
+
+
+def _own_fields(arch: Arch) -> dict[str, Any]:
+    """What megatron-core's configuration does not know, but for the experts."""
+    return {
+        "windows": arch.windows,
+        "unturned": arch.unturned,
+        "interleaved": arch.rope.interleaved,
+        "latent": None if arch.latent is None else Latent(**asdict(arch.latent)),
+        "activation": arch.activation,
+        "norm_offset": arch.norm_offset,
+        "embedding_scale": arch.embedding_scale,
+        "num_tokens": arch.vocab,
+    }
 
 
 def _expert_fields(moe: Moe) -> dict[str, Any]:

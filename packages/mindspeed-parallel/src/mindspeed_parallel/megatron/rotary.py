@@ -78,6 +78,19 @@ class LongRotary(Rotary):
         return torch.where(is_long, self.inverse_frequencies[1], self.inverse_frequencies[0])
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, kernel: Callable[..., Tensor], interleaved: bool) -> Tensor:
+    """x (B, S, heads, D) with its first R dimensions turned through ``kernel``.   cos, sin (B, S, 1, R).
+
+    ``interleaved``: pairs are neighbours. They come out as halves, queries and keys alike, so that products are the same.
+    """
+    width = cos.shape[-1]
+    first, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        first = first.unflatten(-1, (width // 2, 2)).transpose(-1, -2).flatten(-2)
+    first = kernel(first, cos, sin)
+    return torch.cat((first, rest), dim=-1) if rest.shape[-1] else first
+
+
 def document_lengths(positions: Tensor) -> Tensor:
     """Length of the document that each token stands in, found without waiting for the device.
 

@@ -1,0 +1,65 @@
+"""What megatron-core's configuration does not hold, and what is handed to every layer beside the hidden states.
+
+Letters: S sequence, B batch, D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from mindspeed_kernels.bundle import Kernels
+from mindspeed_kernels.ops.routing import Choice
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): queries, keys and values come from narrow latents."""
+
+    q_rank: int  # width of the latent of queries; 0: they come from the hidden states
+    kv_rank: int  # of keys and values
+    plain: int  # dimensions of a query or key head that are not turned
+    turned: int  # dimensions that are; of keys, all heads share them
+    value: int  # dimensions of a value head
+    norm_eps: float  # of the norms of the latents
+    bias: bool = False  # of the projections to the latents
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """megatron-core's configuration and what our layers need besides."""
+
+    kernels: Kernels | None = None
+    windows: tuple[
+        int | None, ...
+    ] = ()  # sliding window of every layer of the whole model, itself counted; empty: none
+    unturned: tuple[int, ...] = ()  # layers of the whole model without rotary embedding
+    interleaved: bool = False  # rotary pairs are neighbours (2 i, 2 i + 1), not halves (i, i + D / 2)
+    activation: Literal["swiglu", "geglu"] = "swiglu"  # of the gated MLP
+    norm_offset: float = 0.0  # added to the weight of every norm
+    embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
+    latent: Latent | None = None  # attention over latents, where layers have it
+    choice: Choice | None = None  # how experts are chosen, where there are any
+    router_has_bias: bool = False  # a number for each expert is added to its score in choosing alone
+    router_is_wide: bool = False  # the router computes in float32 at least
+    num_tokens: int = 0  # true size of the vocabulary, without the rows that pad it
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """What attention must know of each token, in the form in which megatron-core hands such things to it.
+
+    ``documents`` (B, S): attention stays inside equal numbers. None: causal attention is enough.
+    ``turns``: cosines and sines (B, S, 1, R) of the rotary angles, the first R <= D of each head; the decoder adds them.
+    """
+
+    documents: Tensor | None = None
+    turns: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, documents: Tensor | None, length: int) -> "PackedDocuments | None":
+        """None where nothing has to be kept apart."""
+        if documents is None:
+            return None
+        return cls(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, documents=documents)
