@@ -67,6 +67,17 @@ def test_attention_sees_neither_the_future_nor_another_document_nor_past_its_win
             assert moved[row].tolist() == expected
 
 
+def test_capped_scores_stay_below_their_cap_and_a_high_cap_changes_nothing():
+    q, k, v = (20 * x.detach() for x in _attention_inputs())
+    torch.testing.assert_close(attention(q, k, v, cap=1e12), attention(q, k, v))
+    # Scores that hardly differ: every token sees the mean of all before it.
+    means = (
+        v.repeat_interleave(q.shape[2] // v.shape[2], dim=2).cumsum(1) / torch.arange(1, v.shape[1] + 1)[:, None, None]
+    )
+    torch.testing.assert_close(attention(q, k, v, cap=1e-9), means)
+    assert (attention(q, k, v, cap=2.0) - attention(q, k, v)).abs().max() > 0.1
+
+
 def test_attention_dropout_keeps_the_expectation_and_follows_the_seed():
     q, k, v = (x.detach() for x in _attention_inputs(length=33))
     whole = attention(q, k, v)
@@ -134,7 +145,7 @@ def test_another_distribution_brings_an_implementation_that_is_taken_by_name(mon
         ("rms_norm", "rms_norm has '' already"),
         (
             "rms_nrom.fast",
-            "no operator rms_nrom; name it operator.implementation, with one of attention, geglu, grouped_linear, rms_norm",
+            "no operator rms_nrom; name it operator.implementation, with one of attention, capped_attention, geglu, grouped_linear, rms_norm",
         ),
     ],
 )
@@ -229,6 +240,7 @@ def test_on_cuda_attention_is_the_fused_one_and_is_named():
     assert Kernels.for_device(Device(kind="cuda")).chosen == {
         "rms_norm": "reference",
         "attention": "sdpa",
+        "capped_attention": "reference",
         "swiglu": "reference",
         "geglu": "reference",
         "rotary": "reference",

@@ -77,17 +77,37 @@ def test_the_description_is_what_transformers_builds(name):
     assert arch.o_bias == (attention.o_proj.bias is not None)
     projections = [] if mlp is None else [m for n, m in mlp.named_children() if n.endswith("_proj")]
     assert all(arch.mlp_bias == (projection.bias is not None) for projection in projections)
-    assert arch.post_norms == hasattr(model.model.layers[0], "post_mlp_layernorm")
+    _check_norms(arch, model.model.layers[0])
     turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
     assert arch.unturned == tuple(number for number, is_turned in enumerate(turns) if not is_turned)
-    assert arch.turned == 2 * model.model.rotary_emb.inv_freq.numel()
-    assert arch.qk_norm == hasattr(attention, "q_norm")
+    _check_rotary(arch, model.model.rotary_emb)
     assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
     _check_functions(arch, model, (mlp or mlps[0].experts))
     windows = arch.windows or (None,) * arch.num_layers
     by_mask = family.name in ("mistral", "phi3", "mixtral", "qwen3_moe")  # and not by the layers
     everywhere = model.config.sliding_window if by_mask else None
     assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+
+
+def _check_norms(arch, layer):
+    names = {name for name, _ in layer.named_children()}
+    assert arch.post_norms == bool(names & {"post_mlp_layernorm", "post_feedforward_layernorm"})
+    assert arch.pre_norms == ("input_layernorm" in names)
+    assert arch.residual_scale == getattr(layer, "residual_scale", 1.0)
+    assert arch.attention_cap == getattr(layer.self_attn, "attn_logit_softcapping", None)
+    norms = {arch.head_dim: "head", arch.query_rows: "wide"}
+    assert arch.qk_norm == (
+        norms[layer.self_attn.q_norm.weight.numel()] if hasattr(layer.self_attn, "q_norm") else "none"
+    )
+
+
+def _check_rotary(arch, rotary_emb):
+    if arch.local_rope is None:
+        assert arch.turned == 2 * rotary_emb.inv_freq.numel()
+    else:
+        for rope, theirs in ((arch.rope, "full_attention"), (arch.local_rope, "sliding_attention")):
+            expected = getattr(rotary_emb, f"{theirs}_inv_freq")
+            torch.testing.assert_close(torch.tensor(rope.inverse_frequencies(arch.turned)), expected)
 
 
 def _check_latent(arch, attention):
@@ -112,7 +132,7 @@ def _check_latent(arch, attention):
 def _check_functions(arch, model, acting):
     """Norm, activation and embedding, by what they compute."""
     norm = model.model.norm
-    assert arch.norm_eps == (norm.eps if arch.family == "gemma" else norm.variance_epsilon)
+    assert arch.norm_eps == getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     one, two = torch.ones(1, arch.hidden), torch.full((1, arch.hidden), 2.0)
     norm.weight.data.fill_(0.5)
     assert torch.allclose(norm(one), one * (0.5 + arch.norm_offset), atol=1e-3)
@@ -262,7 +282,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; there are deepseek_v2, "),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; there are deepseek_v2, "),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_parallel.megatron.config import DecoderConfig
-from mindspeed_parallel.megatron.layers import Norm, NormedAdd
+from mindspeed_parallel.megatron.layers import Add, Norm
 from tiny_training import (
     HEAD_DIM,
     LENGTH,
@@ -187,7 +187,7 @@ def test_an_offset_norm_multiplies_before_it_rounds_as_gemma_does():
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_norm_behind_a_layer_norms_its_bias_too_and_adds_to_the_residual(has_bias):
-    add = NormedAdd(_layer_config(layernorm_epsilon=EPS))
+    add = Add(_layer_config(layernorm_epsilon=EPS), has_norm=True)
     add.norm.weight.data.copy_(_random(24, seed=1))
     out, bias, residual = (_random(3, 2, 24, seed=seed) for seed in (2, 3, 4))
     bias = bias[0, 0] if has_bias else None

@@ -97,7 +97,7 @@ def config_for(groups, **changes):
 def chunks_for(groups, config, norm=Norm):
     layout = groups.layout
     frequencies = 1e4 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    layer = decoder_layer(LayerKind(qk_norm=True, qkv_bias=True, o_bias=True), config)
+    layer = decoder_layer(LayerKind(qk_norm="head", qkv_bias=True, o_bias=True), config, groups.pg)
     chunks = []
     for stage in range(layout.virtual):
         vp_stage = stage if layout.virtual > 1 else None

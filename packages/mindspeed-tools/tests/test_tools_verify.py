@@ -40,6 +40,13 @@ pytestmark = pytest.mark.dist
         ("internlm3", "tp2"),
         ("gemma", "tp2sp,pp2"),
         ("gemma-bias", "tp2"),
+        ("gemma2", "tp1,tp2sp,pp2"),
+        ("gemma2-bias", "tp2"),
+        ("gemma3_text", "tp1,tp2sp,pp2"),
+        ("olmo2", "tp1,tp2sp,pp2"),
+        ("olmo2-6q3kv", "tp3"),
+        ("minicpm3", "tp1,tp2,pp2"),
+        ("minicpm3-bias", "tp2sp"),
         ("glm", "tp1,tp2"),
         ("glm4", "tp2sp,pp2"),
         ("mixtral", "tp1,ep2dp2"),
@@ -90,7 +97,20 @@ def test_a_model_type_of_code_that_travels_with_the_weights_is_proved_against_th
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma", "glm", "glm4", "internlm3", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+        *(
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm",
+            "glm4",
+            "internlm3",
+            "llama",
+            "minicpm3",
+            "mistral",
+            "olmo2",
+            "phi3",
+        ),
+        *("qwen2", "qwen3", "seed_oss", "smollm3"),
         *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
     ],
 )
@@ -101,7 +121,9 @@ def test_every_family_holds_its_bound_in_fp32_in_every_layout(tmp_path, name):
     assert all(item.tolerance == 1e-4 and item.logits > 1e-9 for item in report.layouts)
 
 
-@pytest.mark.parametrize(("name", "precision"), [("qwen3", "fp32"), ("qwen3", "bf16"), ("gemma", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("qwen3", "fp32"), ("qwen3", "bf16"), ("gemma2", "bf16"), ("olmo2", "bf16")]
+)
 def test_narrower_precisions_hold_their_own_bounds(tmp_path, name, precision):
     save_tiny(name, tmp_path / "hf")
     report = verify(tmp_path / "hf", None, layouts="tp1,tp2", precision=precision)

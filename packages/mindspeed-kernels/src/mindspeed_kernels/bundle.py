@@ -13,7 +13,7 @@ from typing import Any
 from .device import Device
 from .errors import UserError
 from .ops.activation import GEGLU, SWIGLU
-from .ops.attention import ATTENTION
+from .ops.attention import ATTENTION, CAPPED_ATTENTION
 from .ops.grouped import GROUPED_LINEAR
 from .ops.norm import RMS_NORM
 from .ops.rotary import ROTARY
@@ -21,7 +21,8 @@ from .ops.routing import ROUTING
 from .ops.table import Implementation, Operator
 
 OPERATORS = {
-    operator.name: operator for operator in (RMS_NORM, ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR)
+    operator.name: operator
+    for operator in (RMS_NORM, ATTENTION, CAPPED_ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR)
 }
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Kernels:
 
     rms_norm: Callable[..., Any]
     attention: Callable[..., Any]
+    capped_attention: Callable[..., Any]
     swiglu: Callable[..., Any]
     geglu: Callable[..., Any]
     rotary: Callable[..., Any]

@@ -193,10 +193,9 @@ def _expert_shapes(arch: Arch, expert: int, layers: Sequence[int]) -> Iterator[t
 
 def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
     ffn = arch.ffn // tensor
-    yield (arch.hidden,)
+    yield from [(arch.hidden,)] * arch.pre_norms
     yield from _attention_shapes(arch, tensor) if arch.latent is None else _latent_shapes(arch, arch.latent, tensor)
-    yield from [(arch.hidden,)] * arch.post_norms
-    yield (arch.hidden,)
+    yield from [(arch.hidden,)] * (arch.post_norms + arch.pre_norms)
     if arch.moe is not None and layer in arch.expert_layers:
         yield (arch.moe.num_experts, arch.hidden)
         yield from [(1, arch.hidden)] * arch.moe.shared_gate
@@ -217,7 +216,10 @@ def _attention_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
     yield from [(arch.hidden,)] * arch.o_bias
     yield (qkv, arch.hidden)
     yield from [(qkv,)] * arch.qkv_bias
-    yield from [(arch.head_dim,)] * 2 * arch.qk_norm
+    if arch.qk_norm == "head":
+        yield from [(arch.head_dim,)] * 2
+    if arch.qk_norm == "wide":
+        yield from [(arch.query_rows // tensor,), (arch.kv_rows // tensor,)]
 
 
 def _latent_shapes(arch: Arch, latent: Latent, tensor: int) -> Iterator[tuple[int, ...]]:

@@ -28,11 +28,11 @@ from .verify_recipe import LENGTH, recipe_of
 ROWS = 2
 GRADIENTS = "gradients.pt"  # those of transformers, by its names
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-_OURS = {
-    "input_layernorm": "input_layernorm",
-    "self_attn": "self_attention",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp": "mlp",
+_THEIRS = {  # our module of a layer: what transformers calls it
+    "input_layernorm": ("input_layernorm",),
+    "self_attention": ("self_attn",),
+    "pre_mlp_layernorm": ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    "mlp": ("mlp",),
 }
 
 
@@ -146,8 +146,10 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
     yield "embedding", model.model.embed_tokens
     for number, layer in enumerate(model.model.layers):
-        for theirs, ours in _OURS.items():
-            yield f"layers.{number}.{ours}", getattr(layer, theirs)
+        for ours, theirs in _THEIRS.items():
+            # The first of the names that the layer has; where one is of a norm behind attention, another comes before it.
+            if (module := next((getattr(layer, name) for name in theirs if hasattr(layer, name)), None)) is not None:
+                yield f"layers.{number}.{ours}", module
     yield "final_layernorm", model.model.norm
 
 
@@ -160,7 +162,7 @@ def _watched(session: Session) -> Iterator[dict[str, Tensor]]:
     for chunk in chunks:
         watched = [("embedding", getattr(chunk, "embedding", None)), ("final_layernorm", chunk.decoder.final_layernorm)]
         for layer in chunk.decoder.layers:
-            watched += [(f"layers.{layer.layer_number - 1}.{name}", getattr(layer, name)) for name in _OURS.values()]
+            watched += [(f"layers.{layer.layer_number - 1}.{name}", getattr(layer, name)) for name in _THEIRS]
         for name, module in watched:
             if module is not None:
                 handles.append(module.register_forward_hook(_keeping(seen, name, partial(_whole, session))))

@@ -20,18 +20,22 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Causal attention with grouped heads.
 
     q (B, S, H, D); k (B, S, K, D), v (B, S, K, Dv), H a multiple of K. Returns (B, S, H, Dv) in q's dtype; the softmax
     runs in float32. ``documents`` (B, S): tokens see only tokens of the same number. ``window``: a token sees itself
     and the ``window - 1`` tokens before it. ``dropout``: probability of dropping a weight, from the current generator.
+    ``cap``: scores s become cap * tanh(s / cap) (Gemma 2, 2024).
     """
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, S, D)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-1, -2)).float() * scale
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
     hidden = ~visible(q.shape[2], window, documents, q.device)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)
     return (functional.dropout(weights, dropout) @ v).transpose(1, 2)
@@ -79,6 +83,12 @@ def _npu() -> Callable[..., Any]:
     return npu
 
 
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """``attention`` with ``cap``: an operator of its own, because faster implementations of attention have no cap."""
+    return attention(q, k, v, **options)
+
+
+CAPPED_ATTENTION = Operator(name="capped_attention", reference=capped_attention, faster={})
 ATTENTION = Operator(
     name="attention",
     reference=attention,

@@ -8,13 +8,15 @@ from ..errors import ModelError
 from .arch import Arch, Moe, Rope
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import Family
-from .gemma import GEMMA
+from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .internlm3 import INTERNLM3
 from .llama import LLAMA
+from .minicpm3 import MINICPM3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
@@ -24,7 +26,23 @@ from .settings import Settings
 from .smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
-    *(GEMMA, GLM, GLM4, INTERNLM3, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+    *(
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        GLM,
+        GLM4,
+        INTERNLM3,
+        LLAMA,
+        MINICPM3,
+        MISTRAL,
+        OLMO2,
+        PHI3,
+        QWEN2,
+        QWEN3,
+        SEED_OSS,
+        SMOLLM3,
+    ),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
 )
 

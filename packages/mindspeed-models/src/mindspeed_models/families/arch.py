@@ -177,7 +177,7 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """A pre-norm decoder with grouped-query attention, rotary embedding, RMSNorm and a gated MLP."""
+    """A decoder with grouped-query or latent attention, rotary embedding, RMSNorm and a gated MLP or experts."""
 
     family: str
     num_layers: int
@@ -194,13 +194,20 @@ class Arch:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of every query and key head
+    qk_norm: Literal["none", "head", "wide"] = "none"  # RMSNorm of queries and keys: each head alone, or all together
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, itself counted; empty: no layer has one
     unturned: tuple[int, ...] = ()  # layers without rotary embedding
+    local_rope: Rope | None = None  # that of layers with a window; None: the same
     activation: Literal["swiglu", "geglu"] = "swiglu"
     norm_offset: float = 0.0  # added to the weight of every norm
     embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
-    post_norms: bool = False  # RMSNorm of what attention and MLP add, too
+    norm_rounds_last: bool = False  # norms multiply by their weight before they round
+    residual_scale: float = 1.0  # what attention and MLP add is multiplied by
+    head_scale: float = 1.0  # what goes into the output layer is multiplied by
+    attention_cap: float | None = None  # scores s of attention become cap * tanh(s / cap)
+    logit_cap: float | None = None  # and logits
+    pre_norms: bool = True  # RMSNorm of what goes into attention and MLP
+    post_norms: bool = False  # RMSNorm of what they add
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0  # of what attention and MLP add
     attention_scale: float | None = None  # of the products of queries and keys; None: the root of head_dim divides them
@@ -219,6 +226,8 @@ class Arch:
             self.rope.check_width(self.head_dim)
         else:
             self.rope.check_width(self.latent.turned)
+        if self.local_rope is not None:
+            self.local_rope.check_width(self.head_dim)
         if self.norm_eps <= 0:
             raise ModelError(f"{self.family}: norm_eps {self.norm_eps} must be above 0")
         if self.windows and len(self.windows) != self.num_layers:

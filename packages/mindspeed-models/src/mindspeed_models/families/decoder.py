@@ -10,14 +10,19 @@ from .settings import Settings
 
 
 def decoder_fields(
-    settings: Settings, family: str, *, rope: Rope | None = None, activation: tuple[str, ...] = ("silu", "swish")
+    settings: Settings,
+    family: str,
+    *,
+    rope: Rope | None = None,
+    activation: tuple[str, ...] = ("silu", "swish"),
+    activation_key: str = "hidden_act",
 ) -> dict[str, Any]:
     """The fields of Arch that every Llama-like configuration names alike.
 
-    ``rope``: the rotary embedding, where it is not read in the plain way. ``activation``: what hidden_act may be.
+    ``rope``: the rotary embedding, where it is not read in the plain way. ``activation``: what ``activation_key`` may be.
     """
     heads, hidden = settings.take("num_attention_heads"), settings.take("hidden_size")
-    settings.expect("hidden_act", *activation)  # silu and swish are two names of one function
+    settings.expect(activation_key, *activation)  # silu and swish are two names of one function
     return {
         "family": family,
         "num_layers": settings.take("num_hidden_layers"),
@@ -74,6 +79,7 @@ class Names:
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # one name: the three stand one after the other in one matrix
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # the same
+    pre_mlp: str = "post_attention_layernorm"  # the norm before the MLP
     post_attention: str = "post_self_attn_layernorm"  # the norms behind attention and MLP, of models that have them
     post_mlp: str = "post_mlp_layernorm"
     mlp: str = "mlp"  # the MLP or the experts
@@ -97,12 +103,13 @@ def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
         _matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight", arch.vocab, hidden, cut=0),
         *(_attention_rules(arch, names) if arch.latent is None else _latent_rules(arch, arch.latent)),
         _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.value_rows, cut=1),
-        _vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight", hidden, **some),
         gate_up.rule(f"{mlp}linear_fc1.weight", hidden, **some),
         _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1, **some),
         *(() if arch.moe is None else expert_rules(arch.moe, hidden, names)),
         _vector("decoder.final_layernorm.weight", "model.norm.weight", hidden),
     ]
+    if arch.pre_norms:
+        rules.append(_vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}{names.pre_mlp}.weight", hidden, **some))
     if not arch.tied:
         rules.append(_matrix("output_layer.weight", "lm_head.weight", arch.vocab, hidden, cut=0))
     if arch.o_bias:
@@ -126,13 +133,16 @@ def _attention_rules(arch: Arch, names: Names) -> Iterator[Rule]:
         rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
         order=_by_kv_head(arch),
     )
-    yield _vector(f"{ours}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", arch.hidden)
+    if arch.pre_norms:
+        yield _vector(f"{ours}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", arch.hidden)
     yield qkv.rule(f"{ours}linear_qkv.weight", arch.hidden)
     if arch.qkv_bias:
         yield qkv.rule(f"{ours}linear_qkv.bias", None)
-    if arch.qk_norm:
-        for name in "qk":
-            yield _vector(f"{ours}{name}_layernorm.weight", f"{hf}self_attn.{name}_norm.weight", arch.head_dim)
+    if arch.qk_norm != "none":
+        for name, wide in (("q", arch.query_rows), ("k", arch.kv_rows)):
+            rows, cut = (arch.head_dim, None) if arch.qk_norm == "head" else (wide, 0)
+            norm = _vector(f"{ours}{name}_layernorm.weight", f"{hf}self_attn.{name}_norm.weight", rows)
+            yield replace(norm, cut=cut)
 
 
 def _latent_rules(arch: Arch, latent: Latent) -> Iterator[Rule]:

@@ -12,7 +12,7 @@ def arch(settings: Settings) -> Arch:
     return Arch(
         **fields,
         qkv_bias=bool(settings.take("attention_bias")),
-        qk_norm=bool(settings.take("use_qk_norm")),
+        qk_norm="head" if settings.take("use_qk_norm") else "none",
         moe=deepseek_experts(settings, fields["num_layers"]),
     )
 

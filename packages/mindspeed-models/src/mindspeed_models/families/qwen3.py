@@ -9,7 +9,7 @@ from .settings import Settings
 def arch(settings: Settings) -> Arch:
     """attention_bias, off in the published models, puts a bias on q, k, v and o."""
     return Arch(
-        **decoder_fields(settings, "qwen3"), **attention_biases(settings), qk_norm=True, windows=settings.windows()
+        **decoder_fields(settings, "qwen3"), **attention_biases(settings), qk_norm="head", windows=settings.windows()
     )
 
 

@@ -28,7 +28,7 @@ def qwen3(settings: Settings) -> Arch:
     return Arch(
         **fields,
         **attention_biases(settings),
-        qk_norm=True,
+        qk_norm="head",
         windows=settings.one_window(fields["num_layers"]),
         moe=_experts(settings, fields["num_layers"]),
     )

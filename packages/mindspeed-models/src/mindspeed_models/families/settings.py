@@ -95,6 +95,16 @@ class Settings:
         """These keys do not change what the model computes."""
         self._read.update(map(self._named, keys))
 
+    def ropes(self) -> tuple[Rope, Rope]:
+        """Rotary embeddings of layers without a window and of those with one, where they differ by layer type."""
+        self._read.update((*_ROPE_SPELLINGS, "rope_local_base_freq"))
+        given = dict(self.take("rope_parameters"))
+        kinds = ("full_attention", "sliding_attention")
+        if set(given) != set(kinds):
+            raise ModelError(f"config.json: rope_parameters must be of {' and '.join(kinds)} for {self.model_type}")
+        full, sliding = (self._rope(dict(given[kind]), partial=False, interleaved=False) for kind in kinds)
+        return full, sliding
+
     def rope(self, *, partial: bool = False, interleaved: bool = False) -> Rope:
         """Rotary embedding, from either spelling. Kinds that are not built here are refused by name.
 
@@ -110,14 +120,18 @@ class Settings:
                 f"config.json: rope_parameters of its own for each layer type ({', '.join(given)}) are not supported "
                 f"for {self.model_type}"
             )
-        kind = given.pop("rope_type", given.pop("type", "default"))
-        given.pop("type", None)
-        theta = _number("rope_theta", given.pop("rope_theta"))
+        theta = _number("rope_theta", given["rope_theta"])
         if self.raw.get("rope_theta") not in (None, theta):
             raise ModelError(
                 f"config.json: rope_theta={self.raw['rope_theta']!r} contradicts rope_parameters, which mean {theta:g}; "
                 "keep the one that is right"
             )
+        return self._rope(given, partial=partial, interleaved=interleaved)
+
+    def _rope(self, given: dict[str, Any], *, partial: bool, interleaved: bool) -> Rope:
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        theta = _number("rope_theta", given.pop("rope_theta"))
         fields: dict[str, Any] = {"theta": theta, "kind": kind}
         if kind not in _ROPE_KINDS:
             raise ModelError(

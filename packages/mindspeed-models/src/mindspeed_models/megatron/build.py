@@ -26,7 +26,7 @@ from mindspeed_parallel.megatron.rotary import DynamicRotary, LongRotary, Rotary
 from torch import Tensor
 from torch.nn import functional
 
-from ..families.arch import Arch, Moe
+from ..families.arch import Arch, Moe, Rope
 from ..weights.shards import Box
 from ..weights.source import Source
 from .geometry import VOCABULARY, local_pieces, unwrapped
@@ -41,6 +41,13 @@ class BuildOptions:
     dropout: float | None = None  # of attention, and of what layers add if the model has it; None: the model's own
     layers: tuple[int, ...] | None = None  # layers of each stage; None: evenly
     max_length: int = 0
+
+
+# Fields of DecoderConfig that an Arch has under the same name.
+_ALIKE = (
+    *("windows", "unturned", "activation", "norm_offset", "norm_rounds_last"),
+    *("embedding_scale", "residual_scale", "head_scale", "attention_cap", "logit_cap"),
+)
 
 
 def padded_vocabulary(num_tokens: int, tensor: int) -> int:
@@ -60,7 +67,7 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=groups.pipeline_rank)
         offset = get_transformer_layer_offset(config, vp_stage, groups.pipeline_rank)
         block = TransformerBlockSubmodules(
-            layer_specs=[_layer(arch, config, layer) for layer in range(offset, offset + num_layers)],
+            layer_specs=[_layer(arch, config, pg, layer) for layer in range(offset, offset + num_layers)],
             layer_norm=Norm,  # pyright: ignore[reportArgumentType]  a class does as well
         )
         chunk = Decoder(
@@ -75,7 +82,7 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             pg_collection=pg,
             vp_stage=vp_stage,
         )
-        chunk.use_rotary(rotary(arch))
+        chunk.use_rotary(rotary(arch), None if arch.local_rope is None else rotary(arch, arch.local_rope))
         if first:
             chunk.embedding.embedding_dropout.p = 0.0  # megatron-core drops embeddings with what layers add
         _mark_cuts(chunk)
@@ -83,22 +90,23 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
     return chunks
 
 
-def _layer(arch: Arch, config: DecoderConfig, layer: int) -> ModuleSpec:
+def _layer(arch: Arch, config: DecoderConfig, pg: ProcessGroupCollection, layer: int) -> ModuleSpec:
     kind = LayerKind(
         mixer="attention" if arch.latent is None else "latent",
         qk_norm=arch.qk_norm,
         qkv_bias=arch.qkv_bias,
         o_bias=arch.o_bias,
         mlp_bias=arch.mlp_bias,
+        pre_norms=arch.pre_norms,
         has_experts=layer in arch.expert_layers,
         post_norms=arch.post_norms,
     )
-    return decoder_layer(kind, config)
+    return decoder_layer(kind, config, pg)
 
 
-def rotary(arch: Arch) -> Rotary:
-    """The rotary embedding of the model, on the CPU."""
-    rope, width = arch.rope, arch.turned
+def rotary(arch: Arch, rope: Rope | None = None) -> Rotary:
+    """The rotary embedding of the model, or ``rope`` in its stead, on the CPU."""
+    rope, width = rope or arch.rope, arch.turned
     short = torch.tensor(rope.inverse_frequencies(width), dtype=torch.float32)
     if rope.kind == "dynamic":
         return DynamicRotary(short, rope.factor, rope.original_max_positions)
@@ -131,7 +139,7 @@ def decoder_config(
         activation_func=functional.silu,  # not asked: the spec has the activation
         add_bias_linear=False,  # each linear layer is told by the spec
         use_te_activation_func=True,  # take the activation from the spec
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm == "head",  # sums the gradients of norms that tensor ranks hold alike
         attention_dropout=arch.attention_dropout if options.dropout is None else options.dropout,
         hidden_dropout=arch.residual_dropout
         if options.dropout is None or not arch.residual_dropout
@@ -167,13 +175,9 @@ def decoder_config(
 def _own_fields(arch: Arch) -> dict[str, Any]:
     """What megatron-core's configuration does not know, but for the experts."""
     return {
-        "windows": arch.windows,
-        "unturned": arch.unturned,
         "interleaved": arch.rope.interleaved,
         "latent": None if arch.latent is None else Latent(**asdict(arch.latent)),
-        "activation": arch.activation,
-        "norm_offset": arch.norm_offset,
-        "embedding_scale": arch.embedding_scale,
+        **{name: getattr(arch, name) for name in _ALIKE},
         "num_tokens": arch.vocab,
     }
 

@@ -5,6 +5,7 @@ Letters: S sequence, B batch, H heads of this rank, K kv heads of this rank, D h
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class CoreAttention(nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.kernels is not None
         self.kernel, self.rotary = config.kernels.attention, config.kernels.rotary
+        if config.attention_cap is not None:
+            self.kernel = partial(config.kernels.capped_attention, cap=config.attention_cap)
         self.window = config.windows[layer_number - 1] if config.windows else None
         self.is_turned = layer_number - 1 not in config.unturned
         self.interleaved = config.interleaved
@@ -66,6 +69,8 @@ class CoreAttention(nn.Module):
         assert attention_mask is None and attention_bias is None
         assert isinstance(packed_seq_params, PackedDocuments)
         documents, turns = packed_seq_params.documents, packed_seq_params.turns
+        if self.window is not None and packed_seq_params.local_turns is not None:
+            turns = packed_seq_params.local_turns
         dropout = self.dropout if self.training else 0.0
         # Each tensor rank drops other elements: its heads are its own.
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if dropout > 0 else contextlib.nullcontext()  # pyright: ignore[reportOptionalMemberAccess]

@@ -38,7 +38,12 @@ class DecoderConfig(TransformerConfig):
     interleaved: bool = False  # rotary pairs are neighbours (2 i, 2 i + 1), not halves (i, i + D / 2)
     activation: Literal["swiglu", "geglu"] = "swiglu"  # of the gated MLP
     norm_offset: float = 0.0  # added to the weight of every norm
+    norm_rounds_last: bool = False  # norms multiply by their weight before they round
     embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
+    residual_scale: float = 1.0  # what layers add is multiplied by
+    head_scale: float = 1.0  # what goes into the output layer is multiplied by
+    attention_cap: float | None = None  # scores of attention stay below
+    logit_cap: float | None = None  # logits stay below
     latent: Latent | None = None  # attention over latents, where layers have it
     choice: Choice | None = None  # how experts are chosen, where there are any
     router_has_bias: bool = False  # a number for each expert is added to its score in choosing alone
@@ -52,10 +57,12 @@ class PackedDocuments(PackedSeqParams):
 
     ``documents`` (B, S): attention stays inside equal numbers. None: causal attention is enough.
     ``turns``: cosines and sines (B, S, 1, R) of the rotary angles, the first R <= D of each head; the decoder adds them.
+    ``local_turns``: those of layers with a window, where they have other ones.
     """
 
     documents: Tensor | None = None
     turns: tuple[Tensor, Tensor] | None = None
+    local_turns: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, documents: Tensor | None, length: int) -> "PackedDocuments | None":

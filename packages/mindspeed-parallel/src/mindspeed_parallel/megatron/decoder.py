@@ -19,10 +19,14 @@ class Decoder(GPTModel):
         if self.pre_process and config.embedding_scale != 1:
             # GPTModel makes its embedding itself, by name.
             self.embedding.register_forward_hook(partial(_scaled, config.embedding_scale))
+        if self.post_process and config.head_scale != 1:
+            self.output_layer.register_forward_pre_hook(partial(_scaled_first, config.head_scale))
+        if self.post_process and config.logit_cap is not None:
+            self.output_layer.register_forward_hook(partial(_capped, config.logit_cap))
 
-    def use_rotary(self, rotary: Rotary) -> None:
-        """Take the angles from ``rotary``."""
-        self.rotary_pos_emb = rotary
+    def use_rotary(self, rotary: Rotary, local: Rotary | None = None) -> None:
+        """Take the angles from ``rotary``, in layers with a window from ``local``, if it is given."""
+        self.rotary_pos_emb, self.local_rotary = rotary, local
 
     def forward(
         self,
@@ -37,10 +41,12 @@ class Decoder(GPTModel):
 
         input_ids, position_ids (B, S). Stages of a pipeline other than the last return hidden states.
         """
+        local, dtype = self.local_rotary, self.config.params_dtype
         packed = PackedDocuments(
             qkv_format="sbhd",
             documents=None if packed_seq_params is None else packed_seq_params.documents,
-            turns=self.rotary_pos_emb.turns(position_ids, self.config.params_dtype),
+            turns=self.rotary_pos_emb.turns(position_ids, dtype),
+            local_turns=None if local is None else local.turns(position_ids, dtype),
         )
         return super().forward(input_ids, position_ids, attention_mask, *arguments, packed_seq_params=packed, **options)
 
@@ -60,3 +66,15 @@ class Decoder(GPTModel):
 def _scaled(scale: float, module: nn.Module, arguments: Any, embedded: Tensor) -> Tensor:
     """What the embedding gives, times ``scale`` as a number of its dtype."""
     return embedded * torch.tensor(scale, dtype=embedded.dtype).item()
+
+
+def _scaled_first(scale: float, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What goes into the output layer, times ``scale``."""
+    hidden, *others = arguments
+    return (hidden * scale, *others)
+
+
+def _capped(cap: float, module: nn.Module, arguments: Any, out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Logits that stay below ``cap`` (Gemma 2, 2024)."""
+    logits, bias = out
+    return cap * (logits / cap).tanh(), bias

@@ -6,8 +6,15 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,7 +22,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from .attention import CoreAttention, LatentAttention, LatentSubmodules
@@ -33,25 +42,60 @@ class Norm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]  read by megatron-core
         self.eps = eps
         self.offset = config.norm_offset
+        self.rounds_last = config.norm_rounds_last or bool(config.norm_offset)
         self.kernel = config.kernels.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden_size) -> the same shape."""
-        if not self.offset:
+        if not self.rounds_last:
             return self.kernel(x, self.weight, self.eps)
         # Gemma multiplies before it rounds: 1 + weight in bfloat16 would lose most of the weight.
         return self.kernel(x.float(), self.offset + self.weight.float(), self.eps).to(x.dtype)
 
 
-class NormedAdd(nn.Module):
-    """Adds the norm of what attention or the MLP computed to the residual stream (Ding et al., 2021: sandwich norm).
+class WideNorm(nn.Module):
+    """RMSNorm over all heads together (OLMo 2, 2024), of which each tensor rank has some.
 
-    Stands where megatron-core has a function that adds without a norm.
+    Stands where megatron-core norms each head alone.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, heads: int, group: ProcessGroup) -> None:
+        """``heads``: of the whole model, of width ``hidden_size`` each. ``group``: the tensor ranks that share them out."""
         super().__init__()
-        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.group = group
+        self.width, self.eps = heads * hidden_size, eps
+        self.weight = nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (S, B, H, D) -> the same shape."""
+        wide = x.flatten(2).float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
+        # What comes back from the heads of every rank is summed, too.
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normed * self.weight.float()).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The weight as a part of the whole one."""
+        state, data_group = self.state_dict(prefix="", keep_vars=True), (metadata or {}).get("dp_cp_group")
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=data_group
+        )
+
+
+class Add(nn.Module):
+    """Adds what attention or the MLP computed to the residual stream: its norm, or a multiple of it.
+
+    Stands where megatron-core has a function that does neither. Norms there are sandwich norms (Ding et al., 2021).
+    """
+
+    def __init__(self, config: DecoderConfig, *, has_norm: bool) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon) if has_norm else None
+        self.scale = config.residual_scale
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """The function that adds; megatron-core asks for it first."""
@@ -59,8 +103,12 @@ class NormedAdd(nn.Module):
 
     def _added(self, training: bool, out: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
         computed, bias = out
-        normed = self.norm(computed if bias is None else computed + bias)
-        return residual + functional.dropout(normed, dropout, training)
+        computed = computed if bias is None else computed + bias
+        if self.norm is not None:
+            computed = self.norm(computed)
+        if self.scale != 1:
+            computed = computed * self.scale
+        return residual + functional.dropout(computed, dropout, training)
 
 
 class GatedActivation(MegatronModule):
@@ -94,20 +142,28 @@ class LayerKind:
     """Of what a decoder layer is made."""
 
     mixer: Literal["attention", "latent"] = "attention"  # what lets tokens see one another
-    qk_norm: bool = False
+    qk_norm: Literal["none", "head", "wide"] = "none"  # of queries and keys: each head alone, or all together
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     has_experts: bool = False  # in place of the MLP
-    post_norms: bool = False  # norms behind mixer and MLP
+    pre_norms: bool = True  # norms before mixer and MLP
+    post_norms: bool = False  # norms behind them
 
 
-def decoder_layer(kind: LayerKind, config: DecoderConfig, provider: BackendSpecProvider | None = None) -> ModuleSpec:
-    """A pre-norm decoder layer with a gated MLP, or with experts."""
+def decoder_layer(
+    kind: LayerKind, config: DecoderConfig, pg: ProcessGroupCollection, provider: BackendSpecProvider | None = None
+) -> ModuleSpec:
+    """A decoder layer of ``kind`` in the groups ``pg``."""
     provider = provider or SpecProvider()
-    norm = provider.layer_norm(rms_norm=True)
-    add: Any = ModuleSpec(module=NormedAdd, params={"config": config}) if kind.post_norms else get_bias_dropout_add
-    mixer, mixer_names = {"attention": _attention, "latent": _latent_attention}[kind.mixer](kind, provider)
+    norm = provider.layer_norm(rms_norm=True) if kind.pre_norms else IdentityOp
+    add: Any = get_bias_dropout_add
+    if kind.post_norms or config.residual_scale != 1:
+        add = ModuleSpec(module=Add, params={"config": config, "has_norm": kind.post_norms})
+    if kind.mixer == "latent":
+        mixer, mixer_names = _latent_attention(kind, provider)
+    else:
+        mixer, mixer_names = _attention(kind, config, pg, provider)
     mlp, mlp_names = _experts(kind, provider) if kind.has_experts else _mlp(kind, provider)
     return ModuleSpec(
         module=TransformerLayer,
@@ -132,14 +188,21 @@ def decoder_layer(kind: LayerKind, config: DecoderConfig, provider: BackendSpecP
 _Part = tuple[ModuleSpec, dict[str, str]]  # a part of a layer, and its names in checkpoints where they are others
 
 
-def _attention(kind: LayerKind, provider: BackendSpecProvider) -> _Part:
-    head_norm = provider.layer_norm(rms_norm=True, for_qk=True) if kind.qk_norm else IdentityOp
+def _attention(
+    kind: LayerKind, config: DecoderConfig, pg: ProcessGroupCollection, provider: BackendSpecProvider
+) -> _Part:
+    norms: list[Any] = [IdentityOp, IdentityOp]
+    if kind.qk_norm == "head":
+        norms = [provider.layer_norm(rms_norm=True, for_qk=True)] * 2
+    if kind.qk_norm == "wide":
+        heads = (config.num_attention_heads, config.num_query_groups)
+        norms = [ModuleSpec(module=WideNorm, params={"heads": number, "group": pg.tp}) for number in heads]
     submodules = SelfAttentionSubmodules(
         linear_qkv=_biased(provider.column_parallel_linear(), kind.qkv_bias),
         core_attention=provider.core_attention(),
         linear_proj=_biased(provider.row_parallel_linear(), kind.o_bias),
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=norms[0],
+        k_layernorm=norms[1],
     )
     spec = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
