@@ -145,7 +145,7 @@ def test_another_distribution_brings_an_implementation_that_is_taken_by_name(mon
         ("rms_norm", "rms_norm has '' already"),
         (
             "rms_nrom.fast",
-            "no operator rms_nrom; name it operator.implementation, with one of attention, capped_attention, geglu, grouped_linear, rms_norm",
+            "no operator rms_nrom; name it operator.implementation, with one of attention, capped_attention, causal_conv, gated_delta_rule, geglu, grouped_linear, rms_norm",
         ),
     ],
 )
@@ -246,6 +246,9 @@ def test_on_cuda_attention_is_the_fused_one_and_is_named():
         "rotary": "reference",
         "routing": "reference",
         "grouped_linear": "reference",
+        "causal_conv": "reference",
+        "gated_delta_rule": "chunked",
+        "selective_scan": "chunked",
     }
 
 

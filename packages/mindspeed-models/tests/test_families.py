@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mindspeed_kernels.errors import UserError
 from mindspeed_kernels.ops.routing import routing
 from mindspeed_models.errors import ModelError
 from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
@@ -47,17 +48,40 @@ def test_the_description_is_what_transformers_builds(name):
     """Every size and switch is read off the modules of a real model, not off its configuration."""
     model = tiny_model(name)
     family, arch = describe(json.loads(model.config.to_json_string()))
-    attention, mlps = model.model.layers[0].self_attn, [layer.mlp for layer in model.model.layers]
+    layers, embedding = model.base_model.layers, model.get_input_embeddings()
+    assert family.name == model.config.model_type == arch.family
+    assert (arch.vocab, arch.hidden) == tuple(embedding.weight.shape)
+    assert arch.num_layers == len(layers)
+    assert arch.tied == (model.lm_head.weight is embedding.weight)
+    recurrent = {n: mixer for n, layer in enumerate(layers) if (mixer := _of(layer, "linear_attn", "mamba", "mixer"))}
+    assert arch.recurrent == tuple(recurrent)
+    for mixer in recurrent.values():
+        (_check_ssm if arch.delta is None else _check_delta)(arch, mixer)
+    mlps = [_of(layer, "mlp", "feed_forward") for layer in layers]
     experts = {number: mlp for number, mlp in enumerate(mlps) if hasattr(mlp, "experts")}
     assert arch.expert_layers == tuple(experts)
     for block in experts.values():
         _check_experts(arch.moe, block)
-    mlp = next((mlp for mlp in mlps if not hasattr(mlp, "experts")), None)
-    assert family.name == model.config.model_type == arch.family
+    mlp = next((mlp for mlp in mlps if mlp is not None and not hasattr(mlp, "experts")), None)
+    assert mlp is None or arch.ffn == mlp.down_proj.in_features
+    projections = [] if mlp is None else [m for n, m in mlp.named_children() if n.endswith("_proj")]
+    assert all(arch.mlp_bias == (projection.bias is not None) for projection in projections)
+    _check_norms(arch, layers[0])
+    with_attention = [layer for layer in layers if hasattr(layer, "self_attn")]
+    assert len(with_attention) == len(arch.attention_layers)
+    if with_attention:
+        _check_attention(arch, model, with_attention)
+    _check_functions(arch, model, mlp or (mlps[0].experts if experts else layers[0].mixer))
+
+
+def _of(module, *names):
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def _check_attention(arch, model, layers):
+    attention = layers[0].self_attn
     assert arch.residual_dropout == getattr(attention, "residual_dropout", 0.0)
     assert arch.attention_dropout == attention.attention_dropout
-    assert (arch.vocab, arch.hidden) == tuple(model.model.embed_tokens.weight.shape)
-    assert arch.num_layers == len(model.model.layers)
     assert arch.value_rows == attention.o_proj.in_features
     assert arch.num_heads // arch.num_kv_heads == attention.num_key_value_groups
     if arch.latent is not None:
@@ -65,40 +89,48 @@ def test_the_description_is_what_transformers_builds(name):
     elif hasattr(attention, "qkv_proj"):
         assert arch.query_rows + 2 * arch.kv_rows == attention.qkv_proj.out_features
     else:
-        assert arch.query_rows == attention.q_proj.out_features
+        assert arch.query_rows * (1 + arch.output_gate) == attention.q_proj.out_features
         assert arch.kv_rows == attention.k_proj.out_features == attention.v_proj.out_features
     assert arch.head_dim == getattr(attention, "head_dim", arch.head_dim)
     assert (arch.attention_scale or arch.head_dim**-0.5) == pytest.approx(attention.scaling, rel=1e-12)
-    assert mlp is None or arch.ffn == mlp.down_proj.in_features
     biases = {
         m.bias is not None for n, m in attention.named_children() if n in ("q_proj", "k_proj", "v_proj", "qkv_proj")
     }
     assert arch.latent is not None or {arch.qkv_bias} == biases
     assert arch.o_bias == (attention.o_proj.bias is not None)
-    projections = [] if mlp is None else [m for n, m in mlp.named_children() if n.endswith("_proj")]
-    assert all(arch.mlp_bias == (projection.bias is not None) for projection in projections)
-    _check_norms(arch, model.model.layers[0])
-    turns = [getattr(layer.self_attn, "use_rope", True) for layer in model.model.layers]
+    assert arch.attention_cap == getattr(attention, "attn_logit_softcapping", None)
+    norms = {arch.head_dim: "head", arch.query_rows: "wide"}
+    assert arch.qk_norm == (norms[attention.q_norm.weight.numel()] if hasattr(attention, "q_norm") else "none")
+    turns = [getattr(layer.self_attn, "use_rope", True) for layer in layers]
     assert arch.unturned == tuple(number for number, is_turned in enumerate(turns) if not is_turned)
     _check_rotary(arch, model.model.rotary_emb)
-    assert arch.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    _check_functions(arch, model, (mlp or mlps[0].experts))
-    windows = arch.windows or (None,) * arch.num_layers
-    by_mask = family.name in ("mistral", "phi3", "mixtral", "qwen3_moe")  # and not by the layers
+    windows = arch.windows or (None,) * len(layers)
+    by_mask = arch.family in ("mistral", "phi3", "mixtral", "qwen3_moe")  # and not by the layers
     everywhere = model.config.sliding_window if by_mask else None
-    assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in model.model.layers)
+    assert windows == tuple(getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers)
+
+
+def _check_delta(arch, mixer):
+    delta = arch.delta
+    assert (delta.key_heads, delta.key_dim) == (mixer.num_k_heads, mixer.head_k_dim)
+    assert (delta.value_heads, delta.value_dim) == (mixer.num_v_heads, mixer.norm.weight.numel())
+    assert tuple(mixer.conv1d.weight.shape) == (mixer.conv_dim, 1, delta.conv)
+
+
+def _check_ssm(arch, mixer):
+    ssm = arch.ssm
+    assert (ssm.heads, ssm.groups, ssm.state) == (mixer.A_log.numel(), mixer.n_groups, mixer.ssm_state_size)
+    assert ssm.heads * ssm.head_dim == mixer.out_proj.in_features
+    assert mixer.conv1d.weight.shape[-1] == ssm.conv
+    assert (ssm.conv_bias, ssm.bias) == (mixer.conv1d.bias is not None, mixer.in_proj.bias is not None)
+    assert ssm.step_limits == tuple(mixer.time_step_limit)
 
 
 def _check_norms(arch, layer):
     names = {name for name, _ in layer.named_children()}
     assert arch.post_norms == bool(names & {"post_mlp_layernorm", "post_feedforward_layernorm"})
-    assert arch.pre_norms == ("input_layernorm" in names)
+    assert arch.pre_norms == bool(names & {"input_layernorm", "norm"})
     assert arch.residual_scale == getattr(layer, "residual_scale", 1.0)
-    assert arch.attention_cap == getattr(layer.self_attn, "attn_logit_softcapping", None)
-    norms = {arch.head_dim: "head", arch.query_rows: "wide"}
-    assert arch.qk_norm == (
-        norms[layer.self_attn.q_norm.weight.numel()] if hasattr(layer.self_attn, "q_norm") else "none"
-    )
 
 
 def _check_rotary(arch, rotary_emb):
@@ -131,15 +163,14 @@ def _check_latent(arch, attention):
 
 def _check_functions(arch, model, acting):
     """Norm, activation and embedding, by what they compute."""
-    norm = model.model.norm
+    norm, embedding = _of(model.base_model, "norm", "norm_f", "final_layernorm"), model.get_input_embeddings()
     assert arch.norm_eps == getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     one, two = torch.ones(1, arch.hidden), torch.full((1, arch.hidden), 2.0)
     norm.weight.data.fill_(0.5)
     assert torch.allclose(norm(one), one * (0.5 + arch.norm_offset), atol=1e-3)
-    act = acting.act_fn if hasattr(acting, "act_fn") else acting.activation_fn
+    act = _of(acting, "act_fn", "activation_fn", "act")
     assert torch.equal(act(two), gelu(two, approximate="tanh") if arch.activation == "geglu" else silu(two))
-    embedded = model.model.embed_tokens(torch.tensor([3]))
-    assert torch.allclose(embedded, model.model.embed_tokens.weight[3] * arch.embedding_scale)
+    assert torch.allclose(embedding(torch.tensor([3])), embedding.weight[3] * arch.embedding_scale)
 
 
 def _check_experts(moe, block):
@@ -172,6 +203,29 @@ def _check_experts(moe, block):
 def test_experts_that_cannot_be_are_refused(changes, text):
     with pytest.raises(ModelError, match=text):
         describe(tiny_config("glm4_moe", **changes).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("deepseek_v3", {"kv_lora_rank": 0}, "Multi-head latent attention: kv_rank is 0; it must be at least 1"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported for deepseek_v3; only 4"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported for deepseek_v3"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 3},
+            "Gated delta network: 3 value heads do not divide into 2 key heads",
+        ),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}, "Gated delta network: conv is 0"),
+        ("mamba2", {"n_groups": 3}, "State space of Mamba-2: 8 heads do not divide into 3 groups"),
+        ("mamba2", {"rms_norm": False}, "rms_norm=False is not supported for mamba2; only None or True"),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported for gemma3_text"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient=0.1 is not supported for bamba; only 0.0"),
+    ],
+)
+def test_mixers_that_cannot_be_are_refused(name, changes, text):
+    with pytest.raises(UserError, match=text):
+        describe(tiny_config(name, **changes).to_dict())
 
 
 def test_a_key_that_transformers_knows_by_two_names_is_read_by_either():
@@ -231,7 +285,8 @@ def test_frequencies_that_depend_on_the_length_are_those_of_transformers(rope, l
     raw = {**BASE, "model_type": "llama", "max_position_embeddings": 64, "rope_parameters": {**rope, "rope_theta": 2e4}}
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).model.rotary_emb
     expected = theirs(torch.zeros(1), torch.arange(length)[None])
-    ours = rotary(describe(raw)[1])
+    arch = describe(raw)[1]
+    ours = rotary(arch, arch.rope)
     assert theirs.attention_scaling == pytest.approx(ours.attention_factor, rel=1e-12)
     alone = ours.turns(torch.arange(length)[None], torch.float32)
     packed = torch.cat([torch.arange(size) for size in (5, length, 70)])
@@ -282,7 +337,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; there are deepseek_v2, "),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; there are bamba, "),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),

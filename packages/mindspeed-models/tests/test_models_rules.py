@@ -140,7 +140,7 @@ def test_both_spellings_of_the_rotary_base_are_read():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; there are deepseek_v2, "),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; there are bamba, "),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for llama; only 'silu'"),
         ({"logit_scale": 0.5}, "logit_scale=0.5 is not known to family llama"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "rope_theta": 1e4}, "'ntk'"),

@@ -56,7 +56,7 @@ def _break(folder, how):
     [
         ("cut", "model.safetensors: cut short or damaged"),
         ("absent", "no model.safetensors and no model.safetensors.index.json"),
-        ("type", "model_type 'gpt_oss' is not supported; there are deepseek_v2, "),
+        ("type", "model_type 'gpt_oss' is not supported; there are bamba, "),
     ],
 )
 @pytest.mark.parametrize("verb", ["to-megatron", "inspect"])

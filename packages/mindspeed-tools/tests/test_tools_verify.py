@@ -61,6 +61,13 @@ pytestmark = pytest.mark.dist
         ("deepseek_v3-yarn", "tp2ep2sp"),
         ("deepseek_v2", "tp1,ep2dp2"),
         ("deepseek_v2-greedy", "tp2sp"),
+        ("qwen3_next", "tp1,tp2sp,ep2dp2"),
+        ("qwen3_next-bias", "tp2sp,pp2"),
+        ("mamba2", "tp1,tp2,pp2"),
+        ("mamba2-bias", "tp1"),
+        ("bamba", "tp2sp,pp2"),
+        ("bamba-bias", "tp1"),
+        pytest.param("qwen3_next", "auto", marks=pytest.mark.slow),
         pytest.param("glm4_moe", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "auto", marks=pytest.mark.slow),
         pytest.param("glm4", "auto", marks=pytest.mark.slow),
@@ -79,7 +86,7 @@ def test_a_true_conversion_is_verified_in_every_layout(tmp_path, name, layouts):
         usual = ["tp1", "tp2", "pp2", "tp2pp2", "pp2vpp2"]
         with_experts = ["tp1", "tp2sp", "pp2", "ep2dp2", "tp2ep2sp", "tp2pp2sp", "pp2vpp2"]
         assert [item.layout for item in report.layouts] == (
-            with_experts if name in ("glm4_moe", "deepseek_v3") else usual
+            with_experts if name in ("glm4_moe", "deepseek_v3", "qwen3_next") else usual
         )
 
 
@@ -110,7 +117,7 @@ def test_a_model_type_of_code_that_travels_with_the_weights_is_proved_against_th
             "olmo2",
             "phi3",
         ),
-        *("qwen2", "qwen3", "seed_oss", "smollm3"),
+        *("qwen2", "qwen3", "seed_oss", "smollm3", "bamba", "mamba2", "qwen3_next"),
         *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
     ],
 )

@@ -30,8 +30,20 @@ ROWS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    for name in ("qwen3", "llama-tied", "llama-5L", "glm4", "qwen2_moe", "glm4_moe", "deepseek_v3"):
+    for name in (
+        "qwen3",
+        "llama-tied",
+        "llama-5L",
+        "glm4",
+        "qwen2_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "qwen3_next",
+        "mamba2",
+    ):
         save_tiny_chat(name, folder / name)
+    # Without experts: how many rows a product has changes its rounding, and experts see those of all documents.
+    save_tiny_chat("qwen3_next", folder / "qwen3_next-mlp", mlp_only_layers=[0, 1, 2, 3])
     # 12 tokens: the second document of packed_leak is longer, the first is not.
     save_tiny_chat("llama-dynamic", folder / "llama-dynamic", max_position_embeddings=12)
     rope = {**TINY["llama-longrope"]["rope_parameters"], "original_max_position_embeddings": 12}
@@ -75,9 +87,11 @@ def test_a_tied_model_equals_one_process_too(made, tmp_path):
         ("qwen2_moe", "tp2sp,pp2vpp2,dp2,ep2dp2,tp2ep2sp"),
         ("glm4_moe", "tp2sp,ep2dp2,tp2pp2sp,tp2ep2dp2sp"),
         ("deepseek_v3", "tp2sp,pp2vpp2,tp2ep2sp,ep2dp2"),
+        ("qwen3_next", "tp2sp,pp2,ep2dp2"),
+        ("mamba2", "tp2,tp2sp,pp2,dp2"),
     ],
 )
-def test_a_model_with_experts_equals_one_process_in_every_layout(made, tmp_path, name, layouts):
+def test_a_model_with_experts_latents_or_states_equals_one_process_in_every_layout(made, tmp_path, name, layouts):
     """Tokens without a label go through the experts as well; the fault of tensor ranks is planted further down."""
     verdicts = prove_layouts(_recipe(made, name), layouts.split(","), tmp_path)
     assert all(verdict.holds for verdict in verdicts), verdicts
@@ -128,6 +142,8 @@ def test_training_equals_plain_pytorch_training_of_the_transformers_model(made, 
         ("qwen2_moe", "tp2pp2sp", "fp32", False),
         ("glm4_moe", "tp2ep2dp2sp", "bf16", True),
         ("deepseek_v3", "tp2ep2sp", "bf16", True),
+        ("qwen3_next", "tp2sp", "bf16", True),
+        ("mamba2", "tp2dp2", "bf16", True),
     ],
 )
 def test_the_plan_is_exact_to_the_byte(made, tmp_path, pool, name, layout, precision, sharded):
@@ -296,10 +312,18 @@ def test_rotary_frequencies_stay_exact_in_a_bf16_model(made, pool):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("qwen3", "tp1"), ("qwen3", "tp2sp"), ("qwen3", "pp2"), ("llama-dynamic", "tp1"), ("llama-longrope", "pp2")],
+    [
+        ("qwen3", "tp1"),
+        ("qwen3", "tp2sp"),
+        ("qwen3", "pp2"),
+        ("llama-dynamic", "tp1"),
+        ("llama-longrope", "pp2"),
+        ("qwen3_next-mlp", "tp2sp"),
+        ("mamba2", "pp2"),
+    ],
 )
 def test_nothing_passes_between_packed_documents(made, pool, name, layout):
-    """The rotary embeddings of the last two depend on a length, which is that of the document."""
+    """The rotary embeddings of llama depend on a length here, which is that of the document; some mixers have a state."""
     recipe = _recipe(made, name, layout)
     leak, leaks, apart = pool.run(ranks.packed_leak, recipe, nproc=parse_layout(layout).ranks)[0]
     assert leak == 0.0

@@ -16,13 +16,17 @@ from .ops.activation import GEGLU, SWIGLU
 from .ops.attention import ATTENTION, CAPPED_ATTENTION
 from .ops.grouped import GROUPED_LINEAR
 from .ops.norm import RMS_NORM
+from .ops.recurrent import CAUSAL_CONV, GATED_DELTA_RULE, SELECTIVE_SCAN
 from .ops.rotary import ROTARY
 from .ops.routing import ROUTING
 from .ops.table import Implementation, Operator
 
 OPERATORS = {
     operator.name: operator
-    for operator in (RMS_NORM, ATTENTION, CAPPED_ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR)
+    for operator in (
+        *(RMS_NORM, ATTENTION, CAPPED_ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR),
+        *(CAUSAL_CONV, GATED_DELTA_RULE, SELECTIVE_SCAN),
+    )
 }
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,9 @@ class Kernels:
     rotary: Callable[..., Any]
     routing: Callable[..., Any]
     grouped_linear: Callable[..., Any]
+    causal_conv: Callable[..., Any]
+    gated_delta_rule: Callable[..., Any]
+    selective_scan: Callable[..., Any]
     chosen: Mapping[str, str]
 
     @classmethod

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mindspeed_parallel.mixers import Delta, Latent, Ssm
 from mindspeed_runtime.config import ConfigError
 from mindspeed_runtime.recipe import Recipe
 
 from .families import Arch
-from .families.arch import Latent
 
 _ALIGN_PARAMETER = 64  # elements: where a parameter starts in megatron-core's buffers
 _ALIGN_BUCKET = 128  # elements: where a bucket ends
@@ -95,7 +95,13 @@ def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
 
 def _cut_sizes(arch: Arch) -> dict[str, int]:
     """What tensor ranks share out."""
-    sizes = {"heads": arch.num_heads, "kv heads": arch.num_kv_heads}
+    sizes: dict[str, int] = {}
+    if arch.attention_layers:
+        sizes |= {"heads": arch.num_heads, "kv heads": arch.num_kv_heads}
+    if arch.delta is not None:
+        sizes["key heads of delta networks"] = arch.delta.key_heads
+    if arch.ssm is not None:
+        sizes["groups of Mamba heads"] = arch.ssm.groups
     if arch.mlp_layers:
         sizes["MLP columns"] = arch.ffn
     if arch.moe is not None and arch.moe.shared_ffn:
@@ -106,7 +112,7 @@ def _cut_sizes(arch: Arch) -> dict[str, int]:
 def _check_experts(recipe: Recipe, arch: Arch, stage: int) -> None:
     """``stage``: ranks of a pipeline stage."""
     parallel, expert = recipe.parallel, recipe.parallel.expert
-    if arch.moe is None:
+    if arch.moe is None or not arch.expert_layers:
         if expert > 1:
             raise ConfigError(f"parallel.expert={expert}: family {arch.family} has no experts; use 1")
         return
@@ -194,7 +200,9 @@ def _expert_shapes(arch: Arch, expert: int, layers: Sequence[int]) -> Iterator[t
 def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
     ffn = arch.ffn // tensor
     yield from [(arch.hidden,)] * arch.pre_norms
-    yield from _attention_shapes(arch, tensor) if arch.latent is None else _latent_shapes(arch, arch.latent, tensor)
+    yield from _mixer_shapes(arch, tensor, layer)
+    if layer not in arch.mlp_layers and layer not in arch.expert_layers:
+        return
     yield from [(arch.hidden,)] * (arch.post_norms + arch.pre_norms)
     if arch.moe is not None and layer in arch.expert_layers:
         yield (arch.moe.num_experts, arch.hidden)
@@ -210,8 +218,38 @@ def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ..
     yield from [(arch.hidden,)] * arch.post_norms
 
 
+def _mixer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
+    if layer in arch.recurrent and arch.delta is not None:
+        return _delta_shapes(arch, arch.delta, tensor)
+    if layer in arch.recurrent and arch.ssm is not None:
+        return _ssm_shapes(arch, arch.ssm, tensor)
+    return _attention_shapes(arch, tensor) if arch.latent is None else _latent_shapes(arch, arch.latent, tensor)
+
+
+def _delta_shapes(arch: Arch, delta: Delta, tensor: int) -> Iterator[tuple[int, ...]]:
+    keys, values, heads = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim, delta.value_heads
+    yield from [(heads // tensor,)] * 2
+    yield ((2 * keys + 2 * values + 2 * heads) // tensor, arch.hidden)
+    yield ((2 * keys + values) // tensor, 1, delta.conv)
+    yield (arch.hidden, values // tensor)
+    yield (delta.value_dim,)
+
+
+def _ssm_shapes(arch: Arch, ssm: Ssm, tensor: int) -> Iterator[tuple[int, ...]]:
+    width, shared = ssm.heads * ssm.head_dim // tensor, 2 * ssm.groups * ssm.state // tensor
+    rows, channels = 2 * width + shared + ssm.heads // tensor, width + shared
+    yield from [(ssm.heads // tensor,)] * 3
+    yield (rows, arch.hidden)
+    yield from [(rows,)] * ssm.bias
+    yield (channels, 1, ssm.conv)
+    yield from [(channels,)] * ssm.conv_bias
+    yield (arch.hidden, width)
+    yield from [(arch.hidden,)] * ssm.bias
+    yield (width,)
+
+
 def _attention_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
-    qkv = (arch.query_rows + 2 * arch.kv_rows) // tensor
+    qkv = (arch.query_rows * (1 + arch.output_gate) + 2 * arch.kv_rows) // tensor
     yield (arch.hidden, arch.query_rows // tensor)
     yield from [(arch.hidden,)] * arch.o_bias
     yield (qkv, arch.hidden)

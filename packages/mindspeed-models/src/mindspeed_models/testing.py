@@ -56,6 +56,29 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+}
+_ABSENT = "absent"  # a key of _BASE that a model type does not have
+_MAMBA2 = {
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), _ABSENT),
+    "max_position_embeddings": _ABSENT,
+    "num_hidden_layers": 4,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 12,
+}
+_BAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "pad_token_id": 0,
+}
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -150,6 +173,52 @@ TINY: dict[str, dict[str, Any]] = {
         "scale_depth": None,
         "dim_model_base": None,
         "rope_parameters": _LONGROPE | {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 2.0, 3.0, 5.0]},
+    },
+    "qwen3_next": {
+        **_QWEN_MOE,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "head_dim": 24,
+        "full_attention_interval": 2,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_next-bias": {
+        **_QWEN_MOE,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "linear_attention"],
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "shared_expert_intermediate_size": 36,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "partial_rotary_factor": 0.75,
+    },
+    "mamba2": {**_MAMBA2, "model_type": "mamba2"},
+    "mamba2-bias": {
+        **_MAMBA2,
+        "model_type": "mamba2",
+        "num_hidden_layers": 2,
+        "n_groups": 1,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "time_step_limit": [0.01, 0.9],
+        "tie_word_embeddings": True,
+    },
+    "bamba": {**_BAMBA, "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [1, 2]},
+    "bamba-bias": {
+        **_BAMBA,
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mamba_n_groups": 1,
     },
     "seed_oss": {"model_type": "seed_oss", "head_dim": 24, "pad_token_id": 0, "num_hidden_layers": 4},
     "seed_oss-bias": {
@@ -268,7 +337,8 @@ def tiny_config(name: str, **changes: Any) -> Any:
     """The configuration of a tiny model, by name."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**{**_BASE, **TINY[name], **changes})
+    keys = {**_BASE, **TINY[name], **changes}
+    return AutoConfig.for_model(**{key: value for key, value in keys.items() if value != _ABSENT})
 
 
 def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

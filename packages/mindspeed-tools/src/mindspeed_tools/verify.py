@@ -139,7 +139,7 @@ def verify(
 def choose_layouts(arch: Arch, text: str) -> list[Layout]:
     """The layouts to try: those named, or those of the usual ones that the model allows."""
     if text == "auto":
-        usual = USUAL if arch.moe is None else USUAL_WITH_EXPERTS
+        usual = USUAL_WITH_EXPERTS if arch.expert_layers else USUAL
         return [layout for name in usual if _refusal(arch, layout := parse_layout(name)) is None]
     layouts = [parse_layout(name.strip()) for name in text.split(",")]
     for layout in layouts:

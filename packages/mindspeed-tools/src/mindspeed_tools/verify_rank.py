@@ -29,11 +29,12 @@ ROWS = 2
 GRADIENTS = "gradients.pt"  # those of transformers, by its names
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 _THEIRS = {  # our module of a layer: what transformers calls it
-    "input_layernorm": ("input_layernorm",),
-    "self_attention": ("self_attn",),
-    "pre_mlp_layernorm": ("pre_feedforward_layernorm", "post_attention_layernorm"),
-    "mlp": ("mlp",),
+    "input_layernorm": ("input_layernorm", "norm"),
+    "self_attention": ("self_attn", "linear_attn", "mamba", "mixer"),
+    "pre_mlp_layernorm": ("pre_feedforward_layernorm", "pre_ff_layernorm", "post_attention_layernorm"),
+    "mlp": ("mlp", "feed_forward"),
 }
+_FINAL_NORM = ("norm", "norm_f", "final_layernorm")
 
 
 def reference(rank: Rank, model: Path, precision: str, folder: Path, gradients: bool) -> float:
@@ -99,7 +100,9 @@ def _transformers_gradients(path: Path) -> dict[str, Tensor]:
 
     with fp64():
         model = _load(path, torch.float64)
-        model.model.embed_tokens.padding_idx = None  # else the padding token's row learns nothing, wherever it stands
+        model.get_input_embeddings().padding_idx = (
+            None  # else the padding token's row learns nothing, wherever it stands
+        )
         batch = _batch(model.config.vocab_size)
         logits = model(input_ids=batch.tokens, use_cache=False).logits
         nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
@@ -144,13 +147,18 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    yield "embedding", model.model.embed_tokens
-    for number, layer in enumerate(model.model.layers):
+    yield "embedding", model.get_input_embeddings()
+    for number, layer in enumerate(model.base_model.layers):
         for ours, theirs in _THEIRS.items():
-            # The first of the names that the layer has; where one is of a norm behind attention, another comes before it.
-            if (module := next((getattr(layer, name) for name in theirs if hasattr(layer, name)), None)) is not None:
+            if (module := _first_of(layer, theirs)) is not None:
                 yield f"layers.{number}.{ours}", module
-    yield "final_layernorm", model.model.norm
+    if (norm := _first_of(model.base_model, _FINAL_NORM)) is not None:
+        yield "final_layernorm", norm
+
+
+def _first_of(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """The first of ``names`` that the module has; where one is of a norm behind attention, another comes before it."""
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 @contextlib.contextmanager

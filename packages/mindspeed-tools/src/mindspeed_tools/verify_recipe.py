@@ -7,7 +7,7 @@ from mindspeed_parallel.layout import Layout
 from mindspeed_runtime.recipe import DataConfig, MegatronConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
 from mindspeed_train.prove import with_layout
 
-LENGTH = 64  # tokens a row
+LENGTH = 100  # tokens a row: more than a chunk of the mixers with a state
 
 
 def recipe_of(checkpoint: Path | str, layout: Layout, precision: str) -> Recipe:

@@ -13,6 +13,7 @@ from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .internlm3 import INTERNLM3
 from .llama import LLAMA
+from .mamba import BAMBA, MAMBA2
 from .minicpm3 import MINICPM3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -20,6 +21,7 @@ from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 from .seed_oss import SEED_OSS
 from .settings import Settings
@@ -44,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
         SMOLLM3,
     ),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(BAMBA, MAMBA2, QWEN3_NEXT),
 )
 
 __all__ = ["FAMILIES", "Arch", "Family", "Moe", "Rope", "Settings", "describe", "families"]

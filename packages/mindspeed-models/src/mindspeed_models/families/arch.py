@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mindspeed_kernels.ops.routing import Choice
+from mindspeed_parallel.mixers import Delta, Latent, Ssm
 
 from ..errors import ModelError
 
@@ -111,24 +112,6 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): queries, keys and values come from narrow latents."""
-
-    q_rank: int  # width of the latent of queries; 0: they come from the hidden states
-    kv_rank: int  # of keys and values
-    plain: int  # dimensions of a query or key head that are not turned
-    turned: int  # dimensions that are; of keys, all heads share them
-    value: int  # dimensions of a value head
-    norm_eps: float  # of the norms of the latents
-    bias: bool = False  # of the projections to the latents
-
-    def __post_init__(self) -> None:
-        for name in ("kv_rank", "plain", "turned", "value"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"latent attention: {name} is {getattr(self, name)}; it must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Moe:
     """A mixture of experts (Shazeer et al., 2017) where some layers would have one MLP.
 
@@ -177,20 +160,24 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """A decoder with grouped-query or latent attention, rotary embedding, RMSNorm and a gated MLP or experts."""
+    """A decoder: layers of a mixer (attention, or one with a state) and a gated MLP or experts, with RMSNorm."""
 
     family: str
     num_layers: int
     hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
+    num_heads: int = 0  # of attention, where a layer has it
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0  # of the MLPs
     vocab: int  # true size, without padding
     max_positions: int
     norm_eps: float
-    rope: Rope
+    rope: Rope | None = None  # None: positions are not told
     tied: bool  # the output layer is the embedding
+    output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a gate beside each query
+    recurrent: tuple[int, ...] = ()  # layers whose mixer is delta or ssm
+    delta: Delta | None = None
+    ssm: Ssm | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -213,21 +200,14 @@ class Arch:
     attention_scale: float | None = None  # of the products of queries and keys; None: the root of head_dim divides them
     latent: Latent | None = None  # attention over latents in every layer; head_dim is of queries and keys
     moe: Moe | None = None  # experts in some layers
+    has_mlps: bool = True  # in layers without experts
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{self.family}: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"{self.family}: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
-            )
-        if self.latent is None:
-            self.rope.check_width(self.head_dim)
-        else:
-            self.rope.check_width(self.latent.turned)
-        if self.local_rope is not None:
-            self.local_rope.check_width(self.head_dim)
+        self._at_least_one("num_layers", "hidden", "vocab", "max_positions")
+        if self.mlp_layers:
+            self._at_least_one("ffn")
+        if self.attention_layers:
+            self._check_attention()
         if self.norm_eps <= 0:
             raise ModelError(f"{self.family}: norm_eps {self.norm_eps} must be above 0")
         if self.windows and len(self.windows) != self.num_layers:
@@ -237,9 +217,36 @@ class Arch:
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ModelError(f"{self.family}: experts in layers {self.moe.layers} of {self.num_layers}")
 
+    def _check_attention(self) -> None:
+        self._at_least_one("num_heads", "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.family}: {self.num_heads} query heads do not divide into {self.num_kv_heads} kv heads"
+            )
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                rope.check_width(self.head_dim if self.latent is None else self.latent.turned)
+
+    def _at_least_one(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{self.family}: {name} is {getattr(self, name)}; it must be at least 1")
+
+    def mixer(self, layer: int) -> Literal["attention", "latent", "delta", "mamba"]:
+        """What lets tokens see one another in a layer."""
+        if layer in self.recurrent:
+            return "mamba" if self.delta is None else "delta"
+        return "attention" if self.latent is None else "latent"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose mixer is attention, over latents or not."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent)
+
     @property
     def turned(self) -> int:
         """Dimensions of a head that the rotary embedding turns."""
+        assert self.rope is not None
         return self.rope.width(self.head_dim) if self.latent is None else self.latent.turned
 
     @property
@@ -255,6 +262,8 @@ class Arch:
     @property
     def mlp_layers(self) -> tuple[int, ...]:
         """Layers that have one MLP."""
+        if not self.has_mlps:
+            return ()
         return tuple(layer for layer in range(self.num_layers) if layer not in self.expert_layers)
 
     @property

@@ -1,11 +1,13 @@
 """What the Llama-like families share: the keys they read alike, and their weight rules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_parallel.mixers import Delta, Latent, Ssm
+
 from ..weights.rule import Rule, Segment, stacked
-from .arch import Arch, Latent, Moe, Rope
+from .arch import Arch, Moe, Rope
 from .settings import Settings
 
 
@@ -46,6 +48,20 @@ def attention_biases(settings: Settings) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias}
 
 
+def qwen_experts(settings: Settings, num_layers: int, **options: Any) -> Moe:
+    """Experts as Qwen has them: in every decoder_sparse_step-th layer, but for those of mlp_only_layers."""
+    expert_settings(settings)
+    step, without = settings.take("decoder_sparse_step"), settings.take("mlp_only_layers")
+    return Moe(
+        layers=tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in without),
+        num_experts=settings.take("num_experts"),
+        top_k=settings.take("num_experts_per_tok"),
+        ffn=settings.take("moe_intermediate_size"),
+        normalised=bool(settings.take("norm_topk_prob")),
+        **options,
+    )
+
+
 def expert_settings(settings: Settings) -> None:
     """Take the keys of a loss that balances experts: it is off unless the router's logits are asked for."""
     settings.expect("output_router_logits", False)
@@ -82,59 +98,89 @@ class Names:
     pre_mlp: str = "post_attention_layernorm"  # the norm before the MLP
     post_attention: str = "post_self_attn_layernorm"  # the norms behind attention and MLP, of models that have them
     post_mlp: str = "post_mlp_layernorm"
+    base: str = "model"  # all but the output layer
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    input_norm: str = "input_layernorm"
+    recurrent: str = "linear_attn"  # the mixer with a state
     mlp: str = "mlp"  # the MLP or the experts
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # the matrices of one expert
     shared: str = "shared_experts"  # the expert that computes every token
     shared_gate: str = "shared_expert_gate"
 
+    @property
+    def layer(self) -> str:
+        """What the weights of a layer begin with."""
+        return f"{self.base}.layers.{{L}}."
+
 
 def decoder_rules(arch: Arch, names: Names | None = None) -> tuple[Rule, ...]:
-    """The weights of a Llama-like decoder. ``{L}`` stands for the layer."""
-    names = names or Names()
-    hf, ours, hidden = "model.layers.{L}.", "decoder.layers.{L}.", arch.hidden
-    attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
-    some = {"layers": None if arch.moe is None else arch.mlp_layers}  # that have one MLP
-    gate_up = _Joined(
-        names=tuple(f"{hf}mlp.{name}" for name in names.gate_up),
-        rows=(arch.ffn, arch.ffn),
-        order=stacked(arch.ffn, arch.ffn),
-    )
-    rules = [
-        _matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight", arch.vocab, hidden, cut=0),
-        *(_attention_rules(arch, names) if arch.latent is None else _latent_rules(arch, arch.latent)),
-        _matrix(f"{attention}linear_proj.weight", f"{hf}self_attn.o_proj.weight", hidden, arch.value_rows, cut=1),
-        gate_up.rule(f"{mlp}linear_fc1.weight", hidden, **some),
-        _matrix(f"{mlp}linear_fc2.weight", f"{hf}mlp.down_proj.weight", hidden, arch.ffn, cut=1, **some),
-        *(() if arch.moe is None else expert_rules(arch.moe, hidden, names)),
-        _vector("decoder.final_layernorm.weight", "model.norm.weight", hidden),
-    ]
-    if arch.pre_norms:
-        rules.append(_vector(f"{mlp}linear_fc1.layer_norm_weight", f"{hf}{names.pre_mlp}.weight", hidden, **some))
-    if not arch.tied:
-        rules.append(_matrix("output_layer.weight", "lm_head.weight", arch.vocab, hidden, cut=0))
-    if arch.o_bias:
-        rules.append(_vector(f"{attention}linear_proj.bias", f"{hf}self_attn.o_proj.bias", hidden))
-    if arch.mlp_bias:
-        rules.append(gate_up.rule(f"{mlp}linear_fc1.bias", None, **some))
-        rules.append(_vector(f"{mlp}linear_fc2.bias", f"{hf}mlp.down_proj.bias", hidden, **some))
+    """The weights of a decoder. ``{L}`` stands for the layer."""
+    names, hidden = names or Names(), arch.hidden
+    embedding, ours = f"{names.base}.{names.embedding}.weight", "decoder.layers.{L}."
+    rules = [_matrix("embedding.word_embeddings.weight", embedding, arch.vocab, hidden, cut=0)]
+    if arch.attention_layers:
+        rules += _attention_rules(arch, names)
+    if arch.delta is not None:
+        rules += _delta_rules(arch, arch.delta, names)
+    if arch.ssm is not None:
+        rules += _ssm_rules(arch, arch.ssm, names)
+    if arch.mlp_layers:
+        rules += _mlp_rules(arch, names)
+    if arch.moe is not None and arch.expert_layers:
+        rules += expert_rules(arch.moe, hidden, names)
     if arch.post_norms:
         rules += [
-            _vector(f"{ours}post_self_attn_layernorm.weight", f"{hf}{names.post_attention}.weight", hidden),
-            _vector(f"{ours}post_mlp_layernorm.weight", f"{hf}{names.post_mlp}.weight", hidden),
+            _vector(f"{ours}post_self_attn_layernorm.weight", f"{names.layer}{names.post_attention}.weight", hidden),
+            _vector(f"{ours}post_mlp_layernorm.weight", f"{names.layer}{names.post_mlp}.weight", hidden),
         ]
+    rules.append(_vector("decoder.final_layernorm.weight", f"{names.base}.{names.final_norm}.weight", hidden))
+    if not arch.tied:
+        rules.append(_matrix("output_layer.weight", "lm_head.weight", arch.vocab, hidden, cut=0))
     return tuple(rules)
 
 
 def _attention_rules(arch: Arch, names: Names) -> Iterator[Rule]:
+    """Attention, over latents or not, in the layers that have it."""
+    hf, ours = f"{names.layer}self_attn.", "decoder.layers.{L}.self_attention."
+    some = {"layers": arch.attention_layers if arch.recurrent else None}
+    inner = _query_rules(arch, names) if arch.latent is None else _latent_rules(arch, arch.latent, names)
+    for rule in inner:
+        yield replace(rule, **some)
+    yield _matrix(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", arch.hidden, arch.value_rows, cut=1, **some)
+    if arch.o_bias:
+        yield _vector(f"{ours}linear_proj.bias", f"{hf}o_proj.bias", arch.hidden, **some)
+
+
+def _mlp_rules(arch: Arch, names: Names) -> Iterator[Rule]:
+    """The MLP and the norm before it, in the layers that have it."""
+    hf, ours, hidden = f"{names.layer}{names.mlp}.", "decoder.layers.{L}.mlp.", arch.hidden
+    some = {"layers": None if arch.moe is None else arch.mlp_layers}
+    gate_up = _Joined(
+        names=tuple(f"{hf}{name}" for name in names.gate_up),
+        rows=(arch.ffn, arch.ffn),
+        order=stacked(arch.ffn, arch.ffn),
+    )
+    if arch.pre_norms:
+        before = f"{names.layer}{names.pre_mlp}.weight"
+        yield _vector(f"{ours}linear_fc1.layer_norm_weight", before, hidden, **some)
+    yield gate_up.rule(f"{ours}linear_fc1.weight", hidden, **some)
+    yield _matrix(f"{ours}linear_fc2.weight", f"{hf}down_proj.weight", hidden, arch.ffn, cut=1, **some)
+    if arch.mlp_bias:
+        yield gate_up.rule(f"{ours}linear_fc1.bias", None, **some)
+        yield _vector(f"{ours}linear_fc2.bias", f"{hf}down_proj.bias", hidden, **some)
+
+
+def _query_rules(arch: Arch, names: Names) -> Iterator[Rule]:
     """The norm before attention, and queries, keys and values."""
-    hf, ours = "model.layers.{L}.", "decoder.layers.{L}.self_attention."
+    hf, ours = names.layer, "decoder.layers.{L}.self_attention."
     qkv = _Joined(
         names=tuple(f"{hf}self_attn.{name}" for name in names.qkv),
-        rows=(arch.query_rows, arch.kv_rows, arch.kv_rows),
+        rows=(arch.query_rows * (1 + arch.output_gate), arch.kv_rows, arch.kv_rows),
         order=_by_kv_head(arch),
     )
     if arch.pre_norms:
-        yield _vector(f"{ours}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight", arch.hidden)
+        yield _vector(f"{ours}linear_qkv.layer_norm_weight", f"{hf}{names.input_norm}.weight", arch.hidden)
     yield qkv.rule(f"{ours}linear_qkv.weight", arch.hidden)
     if arch.qkv_bias:
         yield qkv.rule(f"{ours}linear_qkv.bias", None)
@@ -145,10 +191,10 @@ def _attention_rules(arch: Arch, names: Names) -> Iterator[Rule]:
             yield replace(norm, cut=cut)
 
 
-def _latent_rules(arch: Arch, latent: Latent) -> Iterator[Rule]:
+def _latent_rules(arch: Arch, latent: Latent, names: Names) -> Iterator[Rule]:
     """The norm before attention, and the ways to the latents and from them, in the order of Hugging Face."""
-    hf, ours, hidden = "model.layers.{L}.self_attn.", "decoder.layers.{L}.self_attention.", arch.hidden
-    yield _vector("decoder.layers.{L}.input_layernorm.weight", "model.layers.{L}.input_layernorm.weight", hidden)
+    hf, ours, hidden = f"{names.layer}self_attn.", "decoder.layers.{L}.self_attention.", arch.hidden
+    yield _vector("decoder.layers.{L}.input_layernorm.weight", f"{names.layer}{names.input_norm}.weight", hidden)
     ways = [("kv", "kv_a_proj_with_mqa", latent.kv_rank, latent.kv_rank + latent.turned)]
     if latent.q_rank:
         ways.insert(0, ("q", "q_a_proj", latent.q_rank, latent.q_rank))
@@ -164,11 +210,116 @@ def _latent_rules(arch: Arch, latent: Latent) -> Iterator[Rule]:
         yield _matrix(f"{up}weight", f"{hf}{name}_b_proj.weight", wide, rank, cut=0)
 
 
+def _delta_rules(arch: Arch, delta: Delta, names: Names) -> Iterator[Rule]:
+    """A gated delta network. Our rows stand by key head, each with its value heads, and so do those of in_proj here."""
+    each = delta.value_heads // delta.key_heads
+    sizes = (*(delta.key_dim,) * 2, *(each * delta.value_dim,) * 2, *(each,) * 2)  # of q, k, v, gate, beta, step
+    first, second = sum(sizes[:4]), sum(sizes[4:])
+    order: list[Segment] = []
+    for head in range(delta.key_heads):
+        order += [
+            Segment(source=0, start=head * first, stop=(head + 1) * first),
+            Segment(source=1, start=head * second, stop=(head + 1) * second),
+        ]
+    hf = f"{names.layer}{names.recurrent}."
+    projection = Rule(
+        ours="in_proj.weight",
+        hf=(f"{hf}in_proj_qkvz.weight", f"{hf}in_proj_ba.weight"),
+        rows=(delta.key_heads * first, delta.key_heads * second),
+        width=arch.hidden,
+        order=tuple(order),
+        cut=0,
+    )
+    yield from _recurrent_rules(
+        arch,
+        names,
+        projection=projection,
+        conv=(_by_group(delta.key_heads, sizes[:3]), delta.conv, False),
+        heads=delta.value_heads,
+        width=delta.value_heads * delta.value_dim,
+    )
+    norm = _vector("decoder.layers.{L}.self_attention.out_norm.plain_weight", f"{hf}norm.weight", delta.value_dim)
+    yield replace(norm, layers=arch.recurrent)
+
+
+def _ssm_rules(arch: Arch, ssm: Ssm, names: Names) -> Iterator[Rule]:
+    """Mamba-2. Our rows stand by group, each with its heads."""
+    each, hf = ssm.heads // ssm.groups, f"{names.layer}{names.recurrent}."
+    width = ssm.heads * ssm.head_dim
+    sizes = (*(each * ssm.head_dim,) * 2, *(ssm.state,) * 2, each)  # of gate, x, B, C, step
+    order = _by_group(ssm.groups, sizes)
+    rows = ssm.groups * sum(sizes)
+    projection = Rule(
+        ours="in_proj.weight", hf=(f"{hf}in_proj.weight",), rows=(rows,), width=arch.hidden, order=order, cut=0
+    )
+    yield from _recurrent_rules(
+        arch,
+        names,
+        projection=projection,
+        conv=(_by_group(ssm.groups, sizes[1:4]), ssm.conv, ssm.conv_bias),
+        heads=ssm.heads,
+        width=width,
+    )
+    ours, some = "decoder.layers.{L}.self_attention.", {"layers": arch.recurrent}
+    yield replace(_vector(f"{ours}D", f"{hf}D", ssm.heads, **some), cut=0)
+    yield replace(_vector(f"{ours}norm.weight", f"{hf}norm.weight", width, **some), cut=0)
+    if ssm.bias:
+        yield replace(projection, ours=f"{ours}in_proj.bias", hf=(f"{hf}in_proj.bias",), width=None, **some)
+        yield _vector(f"{ours}out_proj.bias", f"{hf}out_proj.bias", arch.hidden, **some)
+
+
+def _recurrent_rules(
+    arch: Arch,
+    names: Names,
+    *,
+    projection: Rule,
+    conv: tuple[tuple[Segment, ...], int, bool],
+    heads: int,
+    width: int,
+) -> Iterator[Rule]:
+    """What mixers with a state share. ``conv``: the order of its channels, its width, whether it has a bias."""
+    hf, ours, some = (
+        f"{names.layer}{names.recurrent}.",
+        "decoder.layers.{L}.self_attention.",
+        {"layers": arch.recurrent},
+    )
+    before = f"{names.layer}{names.input_norm}.weight"
+    yield _vector(f"{ours}in_proj.layer_norm_weight", before, arch.hidden, **some)
+    yield replace(projection, ours=f"{ours}{projection.ours}", **some)
+    order, tokens, has_bias = conv
+    channels = sum(item.stop - item.start for item in order)
+    weight = Rule(
+        ours=f"{ours}conv1d.weight",
+        hf=(f"{hf}conv1d.weight",),
+        rows=(channels,),
+        width=(1, tokens),
+        order=order,
+        cut=0,
+        layers=arch.recurrent,
+    )
+    yield weight
+    if has_bias:
+        yield replace(weight, ours=f"{ours}conv1d.bias", hf=(f"{hf}conv1d.bias",), width=None)
+    for name in ("A_log", "dt_bias"):
+        yield replace(_vector(f"{ours}{name}", f"{hf}{name}", heads, **some), cut=0)
+    yield _matrix(f"{ours}out_proj.weight", f"{hf}out_proj.weight", arch.hidden, width, cut=1, **some)
+
+
+def _by_group(groups: int, sizes: Sequence[int]) -> tuple[Segment, ...]:
+    """The order of parts that stand one after the other, taken group by group; ``sizes`` of each part in a group."""
+    starts = [groups * sum(sizes[:part]) for part in range(len(sizes))]
+    return tuple(
+        Segment(source=0, start=start + group * size, stop=start + (group + 1) * size)
+        for group in range(groups)
+        for start, size in zip(starts, sizes, strict=True)
+    )
+
+
 def expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
     """The weights of the layers that have experts."""
-    hf, ours = f"model.layers.{{L}}.{names.mlp}.", "decoder.layers.{L}.mlp."
+    hf, ours = f"{names.layer}{names.mlp}.", "decoder.layers.{L}.mlp."
     some = {"layers": moe.layers}
-    before = "model.layers.{L}.post_attention_layernorm.weight"
+    before = f"{names.layer}{names.pre_mlp}.weight"
     yield _vector("decoder.layers.{L}.pre_mlp_layernorm.weight", before, hidden, **some)
     yield _matrix(f"{ours}router.weight", f"{hf}gate.weight", moe.num_experts, hidden, cut=None, **some)
     if moe.bias:
@@ -226,14 +377,18 @@ class _Joined:
 
 
 def _by_kv_head(arch: Arch) -> tuple[Segment, ...]:
-    """megatron-core's order of q, k and v: for each kv head its query heads, its key, its value."""
-    group = arch.num_heads // arch.num_kv_heads * arch.head_dim
-    found = []
+    """megatron-core's order of q, k and v: for each kv head its query heads, their gates, its key, its value."""
+    dim, each = arch.head_dim, arch.num_heads // arch.num_kv_heads
+    step = 2 if arch.output_gate else 1  # in Hugging Face format, each query head has its gate behind it
+    found: list[Segment] = []
     for head in range(arch.num_kv_heads):
-        found.append(Segment(source=0, start=head * group, stop=(head + 1) * group))
-        found += [
-            Segment(source=source, start=head * arch.head_dim, stop=(head + 1) * arch.head_dim) for source in (1, 2)
-        ]
+        if arch.output_gate:
+            for part in range(step):
+                starts = [(step * query + part) * dim for query in range(head * each, (head + 1) * each)]
+                found += [Segment(source=0, start=start, stop=start + dim) for start in starts]
+        else:
+            found.append(Segment(source=0, start=head * each * dim, stop=(head + 1) * each * dim))
+        found += [Segment(source=source, start=head * dim, stop=(head + 1) * dim) for source in (1, 2)]
     return tuple(found)
 
 

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
-from .arch import Arch, Latent, Moe
+from mindspeed_parallel.mixers import Latent
+
+from .arch import Arch, Moe
 from .decoder import decoder_fields, decoder_rules, deepseek_experts, expert_settings
 from .family import Family
 from .settings import Settings
@@ -57,7 +59,7 @@ def latent_fields(settings: Settings, family: str, *, interleaved: bool) -> dict
         settings.expect("num_key_value_heads", fields["num_heads"])
     bias = bool(settings.take("attention_bias"))
     latent = Latent(
-        q_rank=settings.take("q_lora_rank") or 0,
+        q_rank=settings.take("q_lora_rank"),
         kv_rank=settings.take("kv_lora_rank"),
         plain=settings.take("qk_nope_head_dim"),
         turned=settings.take("qk_rope_head_dim"),

@@ -1,10 +1,8 @@
 """Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE: experts in some layers; Qwen2 has one besides that computes every token."""
 
-from typing import Any
-
 from ..weights.rule import Rule
-from .arch import Arch, Moe
-from .decoder import Names, attention_biases, decoder_fields, decoder_rules, expert_settings
+from .arch import Arch
+from .decoder import Names, attention_biases, decoder_fields, decoder_rules, qwen_experts
 from .family import Family
 from .settings import Settings
 
@@ -17,7 +15,7 @@ def qwen2(settings: Settings) -> Arch:
         **fields,
         qkv_bias=bool(settings.take("qkv_bias")),
         windows=settings.windows(),
-        moe=_experts(settings, fields["num_layers"], shared_ffn=shared, shared_gate=True),
+        moe=qwen_experts(settings, fields["num_layers"], shared_ffn=shared, shared_gate=True),
     )
 
 
@@ -30,21 +28,7 @@ def qwen3(settings: Settings) -> Arch:
         **attention_biases(settings),
         qk_norm="head",
         windows=settings.one_window(fields["num_layers"]),
-        moe=_experts(settings, fields["num_layers"]),
-    )
-
-
-def _experts(settings: Settings, num_layers: int, **options: Any) -> Moe | None:
-    """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
-    expert_settings(settings)
-    step, without = settings.take("decoder_sparse_step"), settings.take("mlp_only_layers")
-    return Moe(
-        layers=tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in without),
-        num_experts=settings.take("num_experts"),
-        top_k=settings.take("num_experts_per_tok"),
-        ffn=settings.take("moe_intermediate_size"),
-        normalised=bool(settings.take("norm_topk_prob")),
-        **options,
+        moe=qwen_experts(settings, fields["num_layers"]),
     )
 
 

@@ -38,7 +38,16 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     kind = str(raw.get("model_type"))
-    return AutoConfig.for_model(**{**raw, "model_type": SAME_AS.get(kind, kind)})
+    return AutoConfig.for_model(**{**_decoded(raw), "model_type": SAME_AS.get(kind, kind)})
+
+
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON lacks: transformers writes infinity as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 class Settings:
@@ -49,7 +58,7 @@ class Settings:
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        self.raw = dict(raw)
+        self.raw: dict[str, Any] = _decoded(raw)
         self.model_type = str(raw.get("model_type"))
         known = SAME_AS.get(self.model_type, self.model_type)
         if known not in CONFIG_MAPPING:

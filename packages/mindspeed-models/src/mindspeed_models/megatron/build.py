@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.device import Device
-from mindspeed_parallel.megatron.config import DecoderConfig, Latent
+from mindspeed_parallel.megatron.config import DecoderConfig
 from mindspeed_parallel.megatron.decoder import Decoder
 from mindspeed_parallel.megatron.groups import Groups, communication_options
 from mindspeed_parallel.megatron.layers import LayerKind, Norm, decoder_layer
@@ -47,6 +47,7 @@ class BuildOptions:
 _ALIKE = (
     *("windows", "unturned", "activation", "norm_offset", "norm_rounds_last"),
     *("embedding_scale", "residual_scale", "head_scale", "attention_cap", "logit_cap"),
+    *("latent", "delta", "ssm"),
 )
 
 
@@ -82,7 +83,7 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
             pg_collection=pg,
             vp_stage=vp_stage,
         )
-        chunk.use_rotary(rotary(arch), None if arch.local_rope is None else rotary(arch, arch.local_rope))
+        chunk.use_rotary(*(None if rope is None else rotary(arch, rope) for rope in (arch.rope, arch.local_rope)))
         if first:
             chunk.embedding.embedding_dropout.p = 0.0  # megatron-core drops embeddings with what layers add
         _mark_cuts(chunk)
@@ -92,21 +93,22 @@ def build(arch: Arch, *, groups: Groups, kernels: Kernels, device: Device, optio
 
 def _layer(arch: Arch, config: DecoderConfig, pg: ProcessGroupCollection, layer: int) -> ModuleSpec:
     kind = LayerKind(
-        mixer="attention" if arch.latent is None else "latent",
+        mixer=arch.mixer(layer),
+        mixer_bias=arch.ssm is not None and arch.ssm.bias,
         qk_norm=arch.qk_norm,
         qkv_bias=arch.qkv_bias,
         o_bias=arch.o_bias,
         mlp_bias=arch.mlp_bias,
         pre_norms=arch.pre_norms,
-        has_experts=layer in arch.expert_layers,
+        mlp="experts" if layer in arch.expert_layers else "mlp" if layer in arch.mlp_layers else "none",
         post_norms=arch.post_norms,
     )
     return decoder_layer(kind, config, pg)
 
 
-def rotary(arch: Arch, rope: Rope | None = None) -> Rotary:
-    """The rotary embedding of the model, or ``rope`` in its stead, on the CPU."""
-    rope, width = rope or arch.rope, arch.turned
+def rotary(arch: Arch, rope: Rope) -> Rotary:
+    """A rotary embedding of the model, on the CPU."""
+    width = arch.turned
     short = torch.tensor(rope.inverse_frequencies(width), dtype=torch.float32)
     if rope.kind == "dynamic":
         return DynamicRotary(short, rope.factor, rope.original_max_positions)
@@ -129,10 +131,12 @@ def decoder_config(
     return DecoderConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
+        # Without attention or MLPs, numbers that megatron-core accepts and nobody reads.
+        num_attention_heads=arch.num_heads or layout.tensor,
+        num_query_groups=arch.num_kv_heads or layout.tensor,
+        kv_channels=arch.head_dim or 1,
+        ffn_hidden_size=arch.ffn or 1,
+        attention_output_gate=arch.output_gate,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
@@ -166,7 +170,7 @@ def decoder_config(
         kernels=kernels,
         softmax_scale=arch.attention_scale,
         **_own_fields(arch),
-        **({} if arch.moe is None else _expert_fields(arch.moe)),
+        **(_expert_fields(arch.moe) if arch.moe is not None and arch.expert_layers else {}),
         **communication_options(layout, device),
         **recompute,
     )
@@ -175,8 +179,7 @@ def decoder_config(
 def _own_fields(arch: Arch) -> dict[str, Any]:
     """What megatron-core's configuration does not know, but for the experts."""
     return {
-        "interleaved": arch.rope.interleaved,
-        "latent": None if arch.latent is None else Latent(**asdict(arch.latent)),
+        "interleaved": arch.rope is not None and arch.rope.interleaved,
         **{name: getattr(arch, name) for name in _ALIKE},
         "num_tokens": arch.vocab,
     }

@@ -36,7 +36,7 @@ class Rule:
     ours: str  # canonical name; {L} is the layer
     hf: tuple[str, ...]
     rows: tuple[int, ...]  # of each source
-    width: int | None  # columns; None: vectors
+    width: int | tuple[int, ...] | None  # columns, or all axes after the rows; None: vectors
     order: tuple[Segment, ...]  # our rows, in order
     cut: int | None  # axis that tensor parallelism cuts; None: replicated
     stack: int | None = None  # blocks; None: the tensor is no stack
@@ -55,14 +55,19 @@ class Rule:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of our whole tensor."""
-        rows = sum(self.rows)
-        block = (rows,) if self.width is None else (rows, self.width)
+        block = (sum(self.rows), *self._others)
         return block if self.stack is None else (self.stack, *block)
 
     def hf_shape(self, source: int) -> tuple[int, ...]:
         """Of one Hugging Face tensor."""
-        rows = self.rows[source % len(self.rows)]
-        return (rows,) if self.width is None else (rows, self.width)
+        return (self.rows[source % len(self.rows)], *self._others)
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        """Of the axes after the rows."""
+        if self.width is None:
+            return ()
+        return self.width if isinstance(self.width, tuple) else (self.width,)
 
     def at(self, layer: int) -> "Rule":
         """The rule of one layer."""
@@ -84,7 +89,7 @@ class Rule:
         if self.stack is not None:
             blocks = self.blocks()[offset[0] : offset[0] + shape[0]]
             return torch.stack([block.pack(read, offset[1:], shape[1:]) for block in blocks])
-        columns = () if self.width is None else (slice(offset[1], offset[1] + shape[1]),)
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
         segments = list(self._within(offset[0], offset[0] + shape[0]))
         first = read(self.hf[segments[0].source], (slice(segments[0].start, segments[0].stop), *columns))
         if len(segments) == 1:

@@ -41,7 +41,7 @@ TOKENIZER = (  # files that are a tokenizer
 )
 DESCRIPTION = ("config.json", "generation_config.json", *TOKENIZER)  # files that travel with the weights, byte for byte
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
 
 
 class Source(ABC):
@@ -166,9 +166,10 @@ class HuggingFaceSource(Source):
         shapes = {name: entry.shape for name, entry in self.files.entries.items() if not name.endswith(_BUFFERS)}
         # Some tied models store the embedding twice. Two that differ are two models.
         twice = self.arch.tied and shapes.pop(_LM_HEAD, None) is not None
-        if twice and not torch.equal(self.files.read(_LM_HEAD), self.files.read(_EMBEDDING)):
+        embedding = self.rules["embedding.word_embeddings.weight"].hf[0]
+        if twice and not torch.equal(self.files.read(_LM_HEAD), self.files.read(embedding)):
             raise WeightError(
-                f"{self.path}: config.json says tie_word_embeddings, but {_LM_HEAD} differs from {_EMBEDDING}"
+                f"{self.path}: config.json says tie_word_embeddings, but {_LM_HEAD} differs from {embedding}"
             )
         cover(self.rules, shapes)
 

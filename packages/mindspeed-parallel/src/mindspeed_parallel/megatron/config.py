@@ -12,18 +12,7 @@ from mindspeed_kernels.bundle import Kernels
 from mindspeed_kernels.ops.routing import Choice
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): queries, keys and values come from narrow latents."""
-
-    q_rank: int  # width of the latent of queries; 0: they come from the hidden states
-    kv_rank: int  # of keys and values
-    plain: int  # dimensions of a query or key head that are not turned
-    turned: int  # dimensions that are; of keys, all heads share them
-    value: int  # dimensions of a value head
-    norm_eps: float  # of the norms of the latents
-    bias: bool = False  # of the projections to the latents
+from ..mixers import Delta, Latent, Ssm
 
 
 @dataclass
@@ -45,6 +34,8 @@ class DecoderConfig(TransformerConfig):
     attention_cap: float | None = None  # scores of attention stay below
     logit_cap: float | None = None  # logits stay below
     latent: Latent | None = None  # attention over latents, where layers have it
+    delta: Delta | None = None  # gated delta networks
+    ssm: Ssm | None = None  # Mamba-2
     choice: Choice | None = None  # how experts are chosen, where there are any
     router_has_bias: bool = False  # a number for each expert is added to its score in choosing alone
     router_is_wide: bool = False  # the router computes in float32 at least

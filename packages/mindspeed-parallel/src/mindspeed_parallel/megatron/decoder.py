@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from .config import DecoderConfig, PackedDocuments
-from .rotary import Rotary
+from .rotary import NoRotary, Rotary
 
 
 class Decoder(GPTModel):
@@ -24,9 +24,9 @@ class Decoder(GPTModel):
         if self.post_process and config.logit_cap is not None:
             self.output_layer.register_forward_hook(partial(_capped, config.logit_cap))
 
-    def use_rotary(self, rotary: Rotary, local: Rotary | None = None) -> None:
-        """Take the angles from ``rotary``, in layers with a window from ``local``, if it is given."""
-        self.rotary_pos_emb, self.local_rotary = rotary, local
+    def use_rotary(self, rotary: Rotary | None, local: Rotary | None = None) -> None:
+        """Take the angles from ``rotary``, in layers with a window from ``local``, if it is given. None: nothing turns."""
+        self.rotary_pos_emb, self.local_rotary = rotary or NoRotary(), local
 
     def forward(
         self,

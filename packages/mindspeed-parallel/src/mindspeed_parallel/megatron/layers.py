@@ -6,30 +6,29 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from .attention import CoreAttention, LatentAttention, LatentSubmodules
 from .config import DecoderConfig
+from .cut import Cut
 from .moe import moe
+from .recurrent import DeltaNet, Mamba, RecurrentSubmodules
 
 
 class Norm(nn.Module):
@@ -53,7 +52,7 @@ class Norm(nn.Module):
         return self.kernel(x.float(), self.offset + self.weight.float(), self.eps).to(x.dtype)
 
 
-class WideNorm(nn.Module):
+class WideNorm(Cut):
     """RMSNorm over all heads together (OLMo 2, 2024), of which each tensor rank has some.
 
     Stands where megatron-core norms each head alone.
@@ -61,11 +60,9 @@ class WideNorm(nn.Module):
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, heads: int, group: ProcessGroup) -> None:
         """``heads``: of the whole model, of width ``hidden_size`` each. ``group``: the tensor ranks that share them out."""
-        super().__init__()
-        self.group = group
+        super().__init__(group)
         self.width, self.eps = heads * hidden_size, eps
-        self.weight = nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self.weight = self.part(self.width, dtype=config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (S, B, H, D) -> the same shape."""
@@ -75,15 +72,6 @@ class WideNorm(nn.Module):
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normed * self.weight.float()).to(x.dtype).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """The weight as a part of the whole one."""
-        state, data_group = self.state_dict(prefix="", keep_vars=True), (metadata or {}).get("dp_cp_group")
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=data_group
-        )
 
 
 class Add(nn.Module):
@@ -141,12 +129,13 @@ class SpecProvider(LocalSpecProvider):
 class LayerKind:
     """Of what a decoder layer is made."""
 
-    mixer: Literal["attention", "latent"] = "attention"  # what lets tokens see one another
+    mixer: Literal["attention", "latent", "delta", "mamba"] = "attention"  # what lets tokens see one another
+    mixer_bias: bool = False  # of the projections of delta and mamba
     qk_norm: Literal["none", "head", "wide"] = "none"  # of queries and keys: each head alone, or all together
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    has_experts: bool = False  # in place of the MLP
+    mlp: Literal["mlp", "experts", "none"] = "mlp"
     pre_norms: bool = True  # norms before mixer and MLP
     post_norms: bool = False  # norms behind them
 
@@ -160,20 +149,17 @@ def decoder_layer(
     add: Any = get_bias_dropout_add
     if kind.post_norms or config.residual_scale != 1:
         add = ModuleSpec(module=Add, params={"config": config, "has_norm": kind.post_norms})
-    if kind.mixer == "latent":
-        mixer, mixer_names = _latent_attention(kind, provider)
-    else:
-        mixer, mixer_names = _attention(kind, config, pg, provider)
-    mlp, mlp_names = _experts(kind, provider) if kind.has_experts else _mlp(kind, provider)
+    mixer, mixer_names = _mixer(kind, config, pg, provider)
+    mlp, mlp_names = {"mlp": _mlp, "experts": _experts, "none": _nothing}[kind.mlp](kind, provider)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=mixer,
             self_attn_bda=add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=IdentityOp if kind.mlp == "none" else norm,
             mlp=mlp,
-            mlp_bda=add,
+            mlp_bda=IdentityFuncOp if kind.mlp == "none" else add,
             # The names that megatron-core's own layers have in checkpoints, where Transformer Engine fuses them.
             sharded_state_dict_keys_map={
                 "self_attn_bda.norm.": "post_self_attn_layernorm.",
@@ -185,7 +171,21 @@ def decoder_layer(
     )
 
 
-_Part = tuple[ModuleSpec, dict[str, str]]  # a part of a layer, and its names in checkpoints where they are others
+_Part = tuple[Any, dict[str, str]]  # a part of a layer, and its names in checkpoints where they are others
+
+
+def _mixer(kind: LayerKind, config: DecoderConfig, pg: ProcessGroupCollection, provider: BackendSpecProvider) -> _Part:
+    if kind.mixer == "attention":
+        return _attention(kind, config, pg, provider)
+    if kind.mixer == "latent":
+        return _latent_attention(kind, provider)
+    submodules = RecurrentSubmodules(
+        column=_biased(provider.column_parallel_linear(), kind.mixer_bias),
+        row=_biased(provider.row_parallel_linear(), kind.mixer_bias),
+    )
+    module = DeltaNet if kind.mixer == "delta" else Mamba
+    names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    return ModuleSpec(module=module, submodules=submodules), names
 
 
 def _attention(
@@ -226,6 +226,10 @@ def _mlp(kind: LayerKind, provider: BackendSpecProvider) -> _Part:
         activation_func=provider.activation_func(),
     )
     return ModuleSpec(module=MLP, submodules=submodules), {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _nothing(kind: LayerKind, provider: BackendSpecProvider) -> _Part:
+    return IdentityOp, {}
 
 
 def _experts(kind: LayerKind, provider: BackendSpecProvider) -> _Part:

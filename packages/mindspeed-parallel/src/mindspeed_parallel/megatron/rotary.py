@@ -48,6 +48,22 @@ class Rotary(nn.Module):
         return
 
 
+class NoRotary(nn.Module):
+    """Stands where GPTModel keeps a rotary embedding, in models without one."""
+
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """No angles."""
+        return
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        """GPTModel asks."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """No angles for megatron-core to rotate by."""
+        return
+
+
 class DynamicRotary(Rotary):
     """Dynamic NTK scaling: the base grows with the length of the document beyond the original context."""
 
