@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_npu") is not None, reason="the real torch_npu defines these operators itself"
 )
 NPU = Device(kind="npu")
-BY_DEFINITION = ("capped_attention", "causal_conv", "geglu", "routing")
+BY_DEFINITION = ("capped_attention", "causal_conv", "clamped_swiglu", "geglu", "routing", "sink_attention")
 CHUNKED = ("gated_delta_rule", "selective_scan")
 DOCUMENTS = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13])
 SCHEMAS = (  # of torch_npu 2.13.0, read from its dispatcher

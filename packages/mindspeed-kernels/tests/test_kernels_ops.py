@@ -14,7 +14,7 @@ import torch
 from mindspeed_kernels import bundle
 from mindspeed_kernels.bundle import Kernels, OpError
 from mindspeed_kernels.device import Device, DeviceError, detect, open_device
-from mindspeed_kernels.ops.activation import geglu
+from mindspeed_kernels.ops.activation import clamped_swiglu, geglu
 from mindspeed_kernels.ops.attention import attention, sdpa, visible
 from mindspeed_kernels.ops.grouped import grouped_linear, grouped_mm
 from mindspeed_kernels.ops.norm import rms_norm
@@ -76,6 +76,23 @@ def test_capped_scores_stay_below_their_cap_and_a_high_cap_changes_nothing():
     )
     torch.testing.assert_close(attention(q, k, v, cap=1e-9), means)
     assert (attention(q, k, v, cap=2.0) - attention(q, k, v)).abs().max() > 0.1
+
+
+def test_a_sink_takes_its_share_of_every_row_of_weights():
+    q, k, v = (x.detach() for x in _attention_inputs())
+    torch.testing.assert_close(attention(q, k, v, sinks=torch.full((6,), -1e9)), attention(q, k, v))
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ones = torch.ones_like(v)
+    sums = attention(q, k, ones, sinks=sinks)  # what is left of the weights of each row
+    assert (sums > 0).all() and (sums < 1 + 1e-6).all() and sums.min() < 0.9
+    torch.testing.assert_close(attention(q, k, v, sinks=sinks), attention(q, k, v) * sums, rtol=1e-5, atol=1e-6)
+
+
+def test_the_clamped_activation_is_bounded_on_both_sides():
+    x = torch.tensor([[9.0, -9.0, 9.0, -9.0]])
+    low, high = clamped_swiglu(x, slope=1.7, limit=2.0)[0].tolist()
+    assert low == pytest.approx(3 * 2 / (1 + math.exp(-3.4)))
+    assert high == pytest.approx(-1 * -9 / (1 + math.exp(15.3)))
 
 
 def test_attention_dropout_keeps_the_expectation_and_follows_the_seed():
@@ -145,7 +162,7 @@ def test_another_distribution_brings_an_implementation_that_is_taken_by_name(mon
         ("rms_norm", "rms_norm has '' already"),
         (
             "rms_nrom.fast",
-            "no operator rms_nrom; name it operator.implementation, with one of attention, capped_attention, causal_conv, gated_delta_rule, geglu, grouped_linear, rms_norm",
+            "no operator rms_nrom; name it operator.implementation, with one of attention, capped_attention, causal_conv, clamped_swiglu, gated_delta_rule, geglu, grouped_linear, rms_norm",
         ),
     ],
 )
@@ -241,6 +258,8 @@ def test_on_cuda_attention_is_the_fused_one_and_is_named():
         "rms_norm": "reference",
         "attention": "sdpa",
         "capped_attention": "reference",
+        "sink_attention": "reference",
+        "clamped_swiglu": "reference",
         "swiglu": "reference",
         "geglu": "reference",
         "rotary": "reference",

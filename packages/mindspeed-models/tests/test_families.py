@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mindspeed_kernels.errors import UserError
+from mindspeed_kernels.ops.activation import clamped_swiglu
 from mindspeed_kernels.ops.routing import routing
 from mindspeed_models.errors import ModelError
 from mindspeed_models.families import FAMILIES, Arch, Rope, describe, families
@@ -98,6 +99,7 @@ def _check_attention(arch, model, layers):
     }
     assert arch.latent is not None or {arch.qkv_bias} == biases
     assert arch.o_bias == (attention.o_proj.bias is not None)
+    assert arch.has_sinks == hasattr(attention, "sinks")
     assert arch.attention_cap == getattr(attention, "attn_logit_softcapping", None)
     norms = {arch.head_dim: "head", arch.query_rows: "wide"}
     assert arch.qk_norm == (norms[attention.q_norm.weight.numel()] if hasattr(attention, "q_norm") else "none")
@@ -168,21 +170,29 @@ def _check_functions(arch, model, acting):
     one, two = torch.ones(1, arch.hidden), torch.full((1, arch.hidden), 2.0)
     norm.weight.data.fill_(0.5)
     assert torch.allclose(norm(one), one * (0.5 + arch.norm_offset), atol=1e-3)
+    if arch.activation == "clamped_swiglu":
+        halves = torch.randn(5, 2 * arch.ffn)
+        turns = torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+        ours = clamped_swiglu(halves, **dict(arch.activation_options))
+        torch.testing.assert_close(ours, acting._apply_gate(turns))
+        return
     act = _of(acting, "act_fn", "activation_fn", "act")
     assert torch.equal(act(two), gelu(two, approximate="tanh") if arch.activation == "geglu" else silu(two))
     assert torch.allclose(embedding(torch.tensor([3])), embedding.weight[3] * arch.embedding_scale)
 
 
 def _check_experts(moe, block):
-    assert tuple(block.experts.gate_up_proj.shape[:2]) == (moe.num_experts, 2 * moe.ffn)
-    assert moe.top_k == block.gate.top_k
+    router = _of(block, "gate", "router")
+    assert block.experts.gate_up_proj.shape[0] == moe.num_experts and 2 * moe.ffn in block.experts.gate_up_proj.shape
+    assert moe.top_k == router.top_k
+    assert moe.biased == (getattr(router, "bias", None) is not None) == hasattr(block.experts, "down_proj_bias")
     shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
     assert moe.shared_ffn == (0 if shared is None else shared.down_proj.in_features)
     assert moe.shared_gate == hasattr(block, "shared_expert_gate")
-    assert moe.bias == hasattr(block.gate, "e_score_correction_bias")
-    x = torch.randn(7, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(2))
-    logits, weights, chosen = block.gate(x)
-    ours = routing(logits, moe.choice(), block.gate.e_score_correction_bias if moe.bias else None)
+    assert moe.bias == hasattr(router, "e_score_correction_bias")
+    x = torch.randn(7, router.weight.shape[1], generator=torch.Generator().manual_seed(2))
+    logits, weights, chosen = router(x)
+    ours = routing(logits, moe.choice(), router.e_score_correction_bias if moe.bias else None)
     order, ours_order = chosen.argsort(-1), ours[1].argsort(-1)
     assert torch.equal(chosen.gather(1, order), ours[1].gather(1, ours_order))
     torch.testing.assert_close(ours[0].gather(1, ours_order), weights.gather(1, order))
@@ -337,7 +347,7 @@ def test_frequencies_are_exact_in_double_precision():
         ({"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; there are bamba, "),
+        ({"model_type": "olmo"}, "model_type 'olmo' is not supported; there are bamba, "),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act='relu'"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -34,7 +34,7 @@ def test_rules_cover_a_model_exactly_and_unpack_what_they_pack(name):
     assert all(torch.equal(rebuilt[key], tensors[key]) for key in tensors)
 
 
-@pytest.mark.parametrize("name", ["llama-6q3kv", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["llama-6q3kv", "qwen2_moe", "gpt_oss", "qwen3_next", "mamba2"])
 def test_any_box_of_a_packed_tensor_is_made_from_its_sources_alone(name):
     _, rules = _rules(name)
     tensors = stored(tiny_model(name))

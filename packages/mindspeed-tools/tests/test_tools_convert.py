@@ -48,7 +48,7 @@ def _break(folder, how):
         weights.unlink()
     elif how == "type":
         path = folder / "config.json"
-        path.write_text(path.read_text().replace('"llama"', '"gpt_oss"'))
+        path.write_text(path.read_text().replace('"llama"', '"olmo"'))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def _break(folder, how):
     [
         ("cut", "model.safetensors: cut short or damaged"),
         ("absent", "no model.safetensors and no model.safetensors.index.json"),
-        ("type", "model_type 'gpt_oss' is not supported; there are bamba, "),
+        ("type", "model_type 'olmo' is not supported; there are bamba, "),
     ],
 )
 @pytest.mark.parametrize("verb", ["to-megatron", "inspect"])

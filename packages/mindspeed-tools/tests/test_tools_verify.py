@@ -63,6 +63,8 @@ pytestmark = pytest.mark.dist
         ("deepseek_v2-greedy", "tp2sp"),
         ("qwen3_next", "tp1,tp2sp,ep2dp2"),
         ("qwen3_next-bias", "tp2sp,pp2"),
+        ("gpt_oss", "tp1,tp2sp,ep2dp2"),
+        ("gpt_oss-tied", "tp2sp,pp2"),
         ("mamba2", "tp1,tp2,pp2"),
         ("mamba2-bias", "tp1"),
         ("bamba", "tp2sp,pp2"),
@@ -118,7 +120,7 @@ def test_a_model_type_of_code_that_travels_with_the_weights_is_proved_against_th
             "phi3",
         ),
         *("qwen2", "qwen3", "seed_oss", "smollm3", "bamba", "mamba2", "qwen3_next"),
-        *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"),
     ],
 )
 def test_every_family_holds_its_bound_in_fp32_in_every_layout(tmp_path, name):

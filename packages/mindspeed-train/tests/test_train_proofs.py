@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import training_ranks as ranks
@@ -40,6 +41,7 @@ def made(tmp_path_factory):
         "deepseek_v3",
         "qwen3_next",
         "mamba2",
+        "gpt_oss",
     ):
         save_tiny_chat(name, folder / name)
     # Without experts: how many rows a product has changes its rounding, and experts see those of all documents.
@@ -88,6 +90,7 @@ def test_a_tied_model_equals_one_process_too(made, tmp_path):
         ("glm4_moe", "tp2sp,ep2dp2,tp2pp2sp,tp2ep2dp2sp"),
         ("deepseek_v3", "tp2sp,pp2vpp2,tp2ep2sp,ep2dp2"),
         ("qwen3_next", "tp2sp,pp2,ep2dp2"),
+        ("gpt_oss", "tp2sp,ep2dp2"),
         ("mamba2", "tp2,tp2sp,pp2,dp2"),
     ],
 )
@@ -144,6 +147,7 @@ def test_training_equals_plain_pytorch_training_of_the_transformers_model(made, 
         ("deepseek_v3", "tp2ep2sp", "bf16", True),
         ("qwen3_next", "tp2sp", "bf16", True),
         ("mamba2", "tp2dp2", "bf16", True),
+        ("gpt_oss", "tp2ep2sp", "bf16", True),
     ],
 )
 def test_the_plan_is_exact_to_the_byte(made, tmp_path, pool, name, layout, precision, sharded):
@@ -190,6 +194,14 @@ def test_what_layers_add_is_dropped_alike_on_tensor_ranks_and_embeddings_are_not
         layer.mlp.down_proj.weight.data.zero_()
     without.save_pretrained(tmp_path / "without")
     assert loss("all") == pytest.approx(loss("without", dropout=0.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe", "deepseek_v3", "qwen3_next", "mamba2", "gpt_oss"])
+def test_fresh_weights_know_nothing_yet_and_every_one_learns(made, tmp_path, pool, name):
+    recipe = _recipe(made, name, model={"path": str(made / name), "init": "random", "init_std": 0.05})
+    loss, dead = pool.run(ranks.first_gradients, recipe, tmp_path, nproc=1)[0]
+    assert dead == []
+    assert abs(loss - math.log(311)) < 0.3
 
 
 def test_an_uneven_pipeline_keeps_every_layer(made, tmp_path, pool):

@@ -34,15 +34,15 @@ def without_data_reduction(rank, recipe, folder):
 
 def with_marks_of_megatron(rank, recipe, folder):
     """Experts are marked as megatron-core's own are: their gradients are theirs alone only where they are dealt out."""
-    original = moe._expert_weight
+    original = moe._of_experts
 
-    def marked(*shape):
-        weight = original(*shape)
+    def marked(*shape, **options):
+        weight = original(*shape, **options)
         weight.allreduce = recipe.parallel.expert == 1
         return weight
 
     with (
-        mock.patch.object(moe, "_expert_weight", marked),
+        mock.patch.object(moe, "_of_experts", marked),
         open_session(rank, recipe, reference=True) as session,
     ):
         return observe_session(session, recipe, folder)
@@ -209,6 +209,16 @@ def rotary_dtype(rank, recipe):
     with open_session(rank, recipe) as session:
         chunk = session.model.chunks[0].module
         return str(chunk.rotary_pos_emb.inverse_frequencies.dtype), {str(p.dtype) for p in chunk.parameters()}
+
+
+def first_gradients(rank, recipe, folder):
+    """The loss of freshly drawn weights, and the parameters whose first gradient is nothing or not finite."""
+    with open_session(rank, recipe, reference=True) as session:
+        engine = session.engine
+        engine.forward_backward(0, data_of(recipe, session, folder).train.step(0))
+        named = [item for chunk in engine.chunks for item in chunk.named_parameters()]
+        dead = [name for name, p in named if not 0 < float(p.main_grad.abs().max()) < float("inf")]
+        return engine._loss_sum / engine._num_trained, dead
 
 
 def packed_leak(rank, recipe):

@@ -12,8 +12,8 @@ from typing import Any
 
 from .device import Device
 from .errors import UserError
-from .ops.activation import GEGLU, SWIGLU
-from .ops.attention import ATTENTION, CAPPED_ATTENTION
+from .ops.activation import CLAMPED_SWIGLU, GEGLU, SWIGLU
+from .ops.attention import ATTENTION, CAPPED_ATTENTION, SINK_ATTENTION
 from .ops.grouped import GROUPED_LINEAR
 from .ops.norm import RMS_NORM
 from .ops.recurrent import CAUSAL_CONV, GATED_DELTA_RULE, SELECTIVE_SCAN
@@ -24,7 +24,8 @@ from .ops.table import Implementation, Operator
 OPERATORS = {
     operator.name: operator
     for operator in (
-        *(RMS_NORM, ATTENTION, CAPPED_ATTENTION, SWIGLU, GEGLU, ROTARY, ROUTING, GROUPED_LINEAR),
+        *(RMS_NORM, ATTENTION, CAPPED_ATTENTION, SINK_ATTENTION, SWIGLU, GEGLU, CLAMPED_SWIGLU),
+        *(ROTARY, ROUTING, GROUPED_LINEAR),
         *(CAUSAL_CONV, GATED_DELTA_RULE, SELECTIVE_SCAN),
     )
 }
@@ -42,8 +43,10 @@ class Kernels:
     rms_norm: Callable[..., Any]
     attention: Callable[..., Any]
     capped_attention: Callable[..., Any]
+    sink_attention: Callable[..., Any]
     swiglu: Callable[..., Any]
     geglu: Callable[..., Any]
+    clamped_swiglu: Callable[..., Any]
     rotary: Callable[..., Any]
     routing: Callable[..., Any]
     grouped_linear: Callable[..., Any]

@@ -194,7 +194,9 @@ def _expert_shapes(arch: Arch, expert: int, layers: Sequence[int]) -> Iterator[t
         if arch.moe is not None and layer in arch.expert_layers:
             number = arch.moe.num_experts // expert
             yield (number, 2 * arch.moe.ffn, arch.hidden)
+            yield from [(number, 2 * arch.moe.ffn)] * arch.moe.biased
             yield (number, arch.hidden, arch.moe.ffn)
+            yield from [(number, arch.hidden)] * arch.moe.biased
 
 
 def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ...]]:
@@ -206,6 +208,7 @@ def _layer_shapes(arch: Arch, tensor: int, layer: int) -> Iterator[tuple[int, ..
     yield from [(arch.hidden,)] * (arch.post_norms + arch.pre_norms)
     if arch.moe is not None and layer in arch.expert_layers:
         yield (arch.moe.num_experts, arch.hidden)
+        yield from [(arch.moe.num_experts,)] * arch.moe.biased
         yield from [(1, arch.hidden)] * arch.moe.shared_gate
         if shared := arch.moe.shared_ffn // tensor:
             yield (2 * shared, arch.hidden)
@@ -249,6 +252,7 @@ def _ssm_shapes(arch: Arch, ssm: Ssm, tensor: int) -> Iterator[tuple[int, ...]]:
 
 
 def _attention_shapes(arch: Arch, tensor: int) -> Iterator[tuple[int, ...]]:
+    yield from [(arch.num_heads // tensor,)] * arch.has_sinks
     qkv = (arch.query_rows * (1 + arch.output_gate) + 2 * arch.kv_rows) // tensor
     yield (arch.hidden, arch.query_rows // tensor)
     yield from [(arch.hidden,)] * arch.o_bias

@@ -11,7 +11,7 @@ from torch.nn import functional
 from .table import Implementation, Operator
 
 
-def attention(
+def attention(  # noqa: PLR0913  one option for each thing that some attention has
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -21,13 +21,15 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention with grouped heads.
 
     q (B, S, H, D); k (B, S, K, D), v (B, S, K, Dv), H a multiple of K. Returns (B, S, H, Dv) in q's dtype; the softmax
     runs in float32. ``documents`` (B, S): tokens see only tokens of the same number. ``window``: a token sees itself
     and the ``window - 1`` tokens before it. ``dropout``: probability of dropping a weight, from the current generator.
-    ``cap``: scores s become cap * tanh(s / cap) (Gemma 2, 2024).
+    ``cap``: scores s become cap * tanh(s / cap) (Gemma 2, 2024). ``sinks`` (H,): the score of a key of each head that has
+    no value, so that weights may add up to less than 1 (gpt-oss, 2025).
     """
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
@@ -37,7 +39,12 @@ def attention(
     if cap is not None:
         scores = cap * (scores / cap).tanh()
     hidden = ~visible(q.shape[2], window, documents, q.device)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1].to(q.dtype)
+    else:
+        weights = scores.softmax(-1).to(q.dtype)
     return (functional.dropout(weights, dropout) @ v).transpose(1, 2)
 
 
@@ -83,12 +90,9 @@ def _npu() -> Callable[..., Any]:
     return npu
 
 
-def capped_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """``attention`` with ``cap``: an operator of its own, because faster implementations of attention have no cap."""
-    return attention(q, k, v, **options)
-
-
-CAPPED_ATTENTION = Operator(name="capped_attention", reference=capped_attention, faster={})
+# Operators of their own, because faster implementations of attention have no cap, and no sinks.
+CAPPED_ATTENTION = Operator(name="capped_attention", reference=attention, faster={})
+SINK_ATTENTION = Operator(name="sink_attention", reference=attention, faster={})
 ATTENTION = Operator(
     name="attention",
     reference=attention,

@@ -11,6 +11,7 @@ from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .internlm3 import INTERNLM3
 from .llama import LLAMA
 from .mamba import BAMBA, MAMBA2
@@ -45,7 +46,7 @@ FAMILIES: tuple[Family, ...] = (
         SEED_OSS,
         SMOLLM3,
     ),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     *(BAMBA, MAMBA2, QWEN3_NEXT),
 )
 

@@ -132,6 +132,7 @@ class Moe:
     top_groups: int = 1
     group_score: Literal["top2", "best"] = "top2"  # of a group: the sum of its two best scores, or its best
     wide: bool = False  # the router computes in float32 at least
+    biased: bool = False  # the router and the experts have biases that are trained
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn", "groups", "top_groups"):
@@ -185,7 +186,9 @@ class Arch:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, itself counted; empty: no layer has one
     unturned: tuple[int, ...] = ()  # layers without rotary embedding
     local_rope: Rope | None = None  # that of layers with a window; None: the same
-    activation: Literal["swiglu", "geglu"] = "swiglu"
+    activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
+    activation_options: tuple[tuple[str, float], ...] = ()  # numbers of it, by name
+    has_sinks: bool = False  # attention has a key without a value for each head
     norm_offset: float = 0.0  # added to the weight of every norm
     embedding_scale: float = 1.0  # what the embedding of a token is multiplied by
     norm_rounds_last: bool = False  # norms multiply by their weight before they round

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_parallel.mixers import Delta, Latent, Ssm
 
-from ..weights.rule import Rule, Segment, stacked
+from ..weights.rule import FusedRule, Rule, Segment, stacked
 from .arch import Arch, Moe, Rope
 from .settings import Settings
 
@@ -104,7 +104,12 @@ class Names:
     input_norm: str = "input_layernorm"
     recurrent: str = "linear_attn"  # the mixer with a state
     mlp: str = "mlp"  # the MLP or the experts
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # the matrices of one expert
+    router: str = "gate"
+    expert: tuple[str, str, str] | None = (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )  # of one expert; None: all in one tensor
     shared: str = "shared_experts"  # the expert that computes every token
     shared_gate: str = "shared_expert_gate"
 
@@ -150,6 +155,9 @@ def _attention_rules(arch: Arch, names: Names) -> Iterator[Rule]:
     yield _matrix(f"{ours}linear_proj.weight", f"{hf}o_proj.weight", arch.hidden, arch.value_rows, cut=1, **some)
     if arch.o_bias:
         yield _vector(f"{ours}linear_proj.bias", f"{hf}o_proj.bias", arch.hidden, **some)
+    if arch.has_sinks:
+        sinks = _vector(f"{ours}core_attention.softmax_offset", f"{hf}sinks", arch.num_heads, **some)
+        yield replace(sinks, cut=0)
 
 
 def _mlp_rules(arch: Arch, names: Names) -> Iterator[Rule]:
@@ -321,10 +329,48 @@ def expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
     some = {"layers": moe.layers}
     before = f"{names.layer}{names.pre_mlp}.weight"
     yield _vector("decoder.layers.{L}.pre_mlp_layernorm.weight", before, hidden, **some)
-    yield _matrix(f"{ours}router.weight", f"{hf}gate.weight", moe.num_experts, hidden, cut=None, **some)
+    yield _matrix(f"{ours}router.weight", f"{hf}{names.router}.weight", moe.num_experts, hidden, cut=None, **some)
     if moe.bias:
-        bias = _vector(f"{ours}router.expert_bias", f"{hf}gate.e_score_correction_bias", moe.num_experts, **some)
+        bias = _vector(
+            f"{ours}router.expert_bias", f"{hf}{names.router}.e_score_correction_bias", moe.num_experts, **some
+        )
         yield replace(bias, is_trained=False)
+    yield from _separate_expert_rules(moe, hidden, names) if names.expert else _fused_expert_rules(moe, hidden, names)
+    if moe.biased:
+        yield _vector(f"{ours}router.bias", f"{hf}{names.router}.bias", moe.num_experts, **some)
+    if moe.shared_ffn:
+        shared = _Joined(
+            names=tuple(f"{hf}{names.shared}.{name}" for name in ("gate_proj", "up_proj")),
+            rows=(moe.shared_ffn,) * 2,
+            order=stacked(moe.shared_ffn, moe.shared_ffn),
+        )
+        yield shared.rule(f"{ours}shared_experts.linear_fc1.weight", hidden, **some)
+        down = f"{hf}{names.shared}.down_proj.weight"
+        yield _matrix(f"{ours}shared_experts.linear_fc2.weight", down, hidden, moe.shared_ffn, cut=1, **some)
+    if moe.shared_gate:
+        gate = f"{hf}{names.shared_gate}.weight"
+        yield _matrix(f"{ours}shared_experts.gate_weight", gate, 1, hidden, cut=None, **some)
+
+
+def _fused_expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
+    """All experts in one tensor, columns before rows, gate and up row by row in turn (gpt-oss)."""
+    hf, ours = f"{names.layer}{names.mlp}.experts.", "decoder.layers.{L}.mlp.experts.experts."
+    turns = tuple(Segment(source=0, start=start, stop=2 * moe.ffn, step=2) for start in (0, 1))
+    for fc, matrix, rows, width, order in (
+        ("linear_fc1", "gate_up_proj", 2 * moe.ffn, hidden, turns),
+        ("linear_fc2", "down_proj", hidden, moe.ffn, stacked(hidden)),
+    ):
+        fields: dict[str, Any] = {"rows": (rows,), "order": order, "cut": None, "stack": moe.num_experts}
+        weight, bias = f"{ours}{fc}.weight", f"{ours}{fc}.bias"
+        yield FusedRule(ours=weight, hf=(f"{hf}{matrix}",), width=width, transposed=True, layers=moe.layers, **fields)
+        if moe.biased:
+            yield FusedRule(ours=bias, hf=(f"{hf}{matrix}_bias",), width=None, layers=moe.layers, **fields)
+
+
+def _separate_expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
+    """Matrices of their own for every expert."""
+    hf, ours = f"{names.layer}{names.mlp}.", "decoder.layers.{L}.mlp."
+    assert names.expert is not None
     gate, up, down = names.expert
     for fc, matrices, rows, width in (
         ("linear_fc1", (gate, up), (moe.ffn, moe.ffn), hidden),
@@ -340,18 +386,6 @@ def expert_rules(moe: Moe, hidden: int, names: Names) -> Iterator[Rule]:
             stack=moe.num_experts,
             layers=moe.layers,
         )
-    if moe.shared_ffn:
-        shared = _Joined(
-            names=tuple(f"{hf}{names.shared}.{name}" for name in ("gate_proj", "up_proj")),
-            rows=(moe.shared_ffn,) * 2,
-            order=stacked(moe.shared_ffn, moe.shared_ffn),
-        )
-        yield shared.rule(f"{ours}shared_experts.linear_fc1.weight", hidden, **some)
-        down = f"{hf}{names.shared}.down_proj.weight"
-        yield _matrix(f"{ours}shared_experts.linear_fc2.weight", down, hidden, moe.shared_ffn, cut=1, **some)
-    if moe.shared_gate:
-        gate = f"{hf}{names.shared_gate}.weight"
-        yield _matrix(f"{ours}shared_experts.gate_weight", gate, 1, hidden, cut=None, **some)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class BuildOptions:
 _ALIKE = (
     *("windows", "unturned", "activation", "norm_offset", "norm_rounds_last"),
     *("embedding_scale", "residual_scale", "head_scale", "attention_cap", "logit_cap"),
-    *("latent", "delta", "ssm"),
+    *("activation_options", "has_sinks", "latent", "delta", "ssm"),
 )
 
 
@@ -198,6 +198,8 @@ def _expert_fields(moe: Moe) -> dict[str, Any]:
         "choice": moe.choice(),
         "router_has_bias": moe.bias,
         "router_is_wide": moe.wide,
+        "router_is_biased": moe.biased,
+        "experts_are_biased": moe.biased,
     }
 
 
@@ -213,10 +215,11 @@ def init_weights(
     unit = 1.0 - unwrapped(chunks[0]).config.norm_offset  # pyright: ignore[reportAttributeAccessIssue]  of DecoderConfig
 
     def draw(box: Box) -> Tensor:
+        if (known := _known(box)) is not None:
+            return known
         if len(box.whole) == 1:
-            value = 0.0 if box.key.endswith("bias") else unit
-            return torch.full(box.shape, value)
-        if len(box.whole) == 2:
+            return torch.full(box.shape, unit)
+        if len(box.whole) == 2 or box.key.endswith(_CONVOLUTION):
             return drawn(box.key, box.whole)[_slices(box)]
         first, *rest = _slices(box)  # a stack: each of its matrices alone
         parts = [drawn(f"{box.key} {number}", box.whole[1:])[tuple(rest)] for number in range(first.start, first.stop)]
@@ -225,9 +228,26 @@ def init_weights(
     def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        deviation = (3 * shape[-1]) ** -0.5 if name.endswith(_CONVOLUTION) else std  # as PyTorch draws convolutions
+        return torch.empty(shape, dtype=torch.float32).normal_(0.0, deviation, generator=generator)
 
     _fill(chunks, draw, num_tokens, pg)
+
+
+_CONVOLUTION = "conv1d.weight"
+
+
+def _known(box: Box) -> Tensor | None:
+    """First values that are not drawn, and not those of a norm: of biases, and of the numbers of mixers with a state."""
+    kind = box.key.rpartition(".")[2]
+    if kind in ("A_log", "dt_bias"):  # Mamba (Gu and Dao, 2023): decays from 1 to 16, steps from 0.001 to 0.1
+        share = (torch.arange(box.whole[0], dtype=torch.float32) + 0.5) / box.whole[0]
+        step = 0.001 * 100**share
+        values = (1 + 15 * share).log() if kind == "A_log" else step.expm1().log()  # the inverse of softplus
+        return values[_slices(box)]
+    if kind.endswith("bias") or kind == "softmax_offset":
+        return torch.zeros(box.shape)
+    return torch.ones(box.shape) if kind in ("D", "plain_weight") else None
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

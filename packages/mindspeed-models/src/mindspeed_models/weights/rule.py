@@ -18,11 +18,22 @@ Reader = Callable[[str, tuple[slice, ...]], Tensor]  # Hugging Face name, slices
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Rows ``start`` to ``stop`` of the ``source``-th Hugging Face tensor."""
+    """Rows ``start`` to ``stop`` of the ``source``-th Hugging Face tensor, or every ``step``-th of them."""
 
     source: int
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def rows(self) -> range:
+        """Their numbers."""
+        return range(self.start, self.stop, self.step)
+
+    @property
+    def slice(self) -> slice:
+        """What picks them."""
+        return slice(self.start, self.stop, None if self.step == 1 else self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +55,16 @@ class Rule:
     is_trained: bool = True  # False: part of the model, and never given a gradient
 
     def __post_init__(self) -> None:
-        if len(self.hf) != len(self.rows) * (self.stack or 1):
-            raise WeightError(f"{self.ours}: {len(self.hf)} sources for {self.stack or 1} x {len(self.rows)}")
+        blocks = self._blocks_with_sources_of_their_own()
+        if len(self.hf) != len(self.rows) * blocks:
+            raise WeightError(f"{self.ours}: {len(self.hf)} sources for {blocks} x {len(self.rows)}")
         for source, rows in enumerate(self.rows):
-            spans = sorted((item.start, item.stop) for item in self.order if item.source == source)
-            ends = [0, *(stop for _, stop in spans)]
-            if [start for start, _ in spans] != ends[:-1] or ends[-1] != rows:
+            segments = [item for item in self.order if item.source == source]
+            if not _covers(segments, rows):
                 raise WeightError(f"{self.ours}: the order does not use every row of {self.hf[source]} exactly once")
+
+    def _blocks_with_sources_of_their_own(self) -> int:
+        return self.stack or 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,12 +105,12 @@ class Rule:
             return torch.stack([block.pack(read, offset[1:], shape[1:]) for block in blocks])
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
         segments = list(self._within(offset[0], offset[0] + shape[0]))
-        first = read(self.hf[segments[0].source], (slice(segments[0].start, segments[0].stop), *columns))
+        first = read(self.hf[segments[0].source], (segments[0].slice, *columns))
         if len(segments) == 1:
             return first
         whole, at = first.new_empty(tuple(shape)), 0
         for number, item in enumerate(segments):
-            part = first if number == 0 else read(self.hf[item.source], (slice(item.start, item.stop), *columns))
+            part = first if number == 0 else read(self.hf[item.source], (item.slice, *columns))
             if part.dtype != first.dtype:
                 raise WeightError(
                     f"{self.ours}: its sources have different dtypes ({self.hf[segments[0].source]} {first.dtype}, "
@@ -115,19 +129,76 @@ class Rule:
         found = [whole.new_empty(self.hf_shape(source)) for source in range(len(self.hf))]
         start = 0
         for item in self.order:
-            length = item.stop - item.start
-            found[item.source][item.start : item.stop] = whole[start : start + length]
+            length = len(item.rows)
+            found[item.source][item.slice] = whole[start : start + length]
             start += length
         return found
+
+    def parts(self) -> list[tuple["Rule", tuple[int, ...], tuple[int, ...]]]:
+        """The least parts of our tensor that are whole Hugging Face tensors: rule, offset and shape of each."""
+        if self.stack is None:
+            return [(self, (0,) * len(self.shape), self.shape)]
+        origin, shape = (0,) * (len(self.shape) - 1), (1, *self.shape[1:])
+        return [(block, (number, *origin), shape) for number, block in enumerate(self.blocks())]
 
     def _within(self, first: int, last: int) -> Iterator[Segment]:
         start = 0
         for item in self.order:
-            length = item.stop - item.start
+            length = len(item.rows)
             low, high = max(first - start, 0), min(last - start, length)
             if low < high:
-                yield Segment(source=item.source, start=item.start + low, stop=item.start + high)
+                at, step = item.start, item.step
+                yield Segment(source=item.source, start=at + low * step, stop=at + (high - 1) * step + 1, step=step)
             start += length
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedRule(Rule):
+    """A stack whose blocks are all in one Hugging Face tensor, one after the other."""
+
+    transposed: bool = False  # with columns before rows
+
+    def _blocks_with_sources_of_their_own(self) -> int:
+        return 1
+
+    def hf_shape(self, source: int) -> tuple[int, ...]:
+        assert self.stack is not None
+        block = super().hf_shape(source)
+        return (self.stack, *(reversed(block) if self.transposed else block))
+
+    def blocks(self) -> list[Rule]:
+        """The rule of each block, as if it had a source of its own."""
+        fields = {name: getattr(self, name) for name in ("ours", "hf", "rows", "width", "order", "cut")}
+        return [Rule(**fields)] * (self.stack or 1)
+
+    def pack(self, read: Reader, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        found = []
+        for number in range(offset[0], offset[0] + shape[0]):
+            sources = {name: read(name, (slice(number, number + 1), *self._all(name)))[0] for name in self.hf}
+            if self.transposed:
+                sources = {name: source.mT for name, source in sources.items()}
+            block = self.blocks()[number]
+            found.append(block.pack(lambda name, part, held=sources: held[name][part], offset[1:], shape[1:]))
+        return torch.stack(found)
+
+    def unpack(self, whole: Tensor) -> list[Tensor]:
+        parts = zip(*(block.unpack(own) for block, own in zip(self.blocks(), whole, strict=True)), strict=True)
+        return [torch.stack([part.mT if self.transposed else part for part in source]) for source in parts]
+
+    def parts(self) -> list[tuple[Rule, tuple[int, ...], tuple[int, ...]]]:
+        return [(self, (0,) * len(self.shape), self.shape)]
+
+    def _all(self, name: str) -> tuple[slice, ...]:
+        return tuple(slice(0, size) for size in self.hf_shape(self.hf.index(name))[1:])
+
+
+def _covers(segments: Sequence[Segment], rows: int) -> bool:
+    """Whether the segments are all rows, each once."""
+    if all(item.step == 1 for item in segments):
+        spans = sorted((item.start, item.stop) for item in segments)
+        ends = [0, *(stop for _, stop in spans)]
+        return [start for start, _ in spans] == ends[:-1] and ends[-1] == rows
+    return sorted(row for item in segments for row in item.rows) == list(range(rows))
 
 
 def stacked(*rows: int) -> tuple[Segment, ...]:

@@ -95,13 +95,9 @@ class Source(ABC):
 
     def parts(self, name: str) -> list[tuple[Rule, Box]]:
         """The least parts of one of our tensors that are whole Hugging Face tensors, and the rule of each."""
-        rule, whole = self.rules[name], self.whole(name)
-        if rule.stack is None:
-            return [(rule, whole)]
-        origin, shape = (0,) * (len(rule.shape) - 1), (1, *rule.shape[1:])
+        rule = self.rules[name]
         return [
-            (block, Box(key=name, whole=whole.whole, offset=(number, *origin), shape=shape))
-            for number, block in enumerate(rule.blocks())
+            (part, Box(key=name, whole=rule.shape, offset=offset, shape=shape)) for part, offset, shape in rule.parts()
         ]
 
 

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .config import DecoderConfig, PackedDocuments
+from .cut import Cut
 from .rotary import turned
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(Cut):
     """Rotary embedding and softmax attention of this rank's heads through the chosen kernels.
 
     megatron-core rotates by a function of its own that no spec reaches, so the decoder gives it no angles.
@@ -43,11 +44,16 @@ class CoreAttention(nn.Module):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self" and config.kernels is not None
+        assert pg_collection is not None
+        super().__init__(pg_collection.tp)
         self.kernel, self.rotary = config.kernels.attention, config.kernels.rotary
         if config.attention_cap is not None:
             self.kernel = partial(config.kernels.capped_attention, cap=config.attention_cap)
+        self.softmax_offset = None  # megatron-core's name of sinks
+        if config.has_sinks:
+            self.softmax_offset = self.part(config.num_attention_heads, dtype=config.params_dtype)
+            self.kernel = config.kernels.sink_attention
         self.window = config.windows[layer_number - 1] if config.windows else None
         self.is_turned = layer_number - 1 not in config.unturned
         self.interleaved = config.interleaved
@@ -77,8 +83,11 @@ class CoreAttention(nn.Module):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if self.is_turned and turns is not None:
             q, k = (turned(x, *turns, kernel=self.rotary, interleaved=self.interleaved) for x in (q, k))
+        sinks = {} if self.softmax_offset is None else {"sinks": self.softmax_offset}
         with fork:
-            out = self.kernel(q, k, v, documents=documents, window=self.window, scale=self.scale, dropout=dropout)
+            out = self.kernel(
+                q, k, v, documents=documents, window=self.window, scale=self.scale, dropout=dropout, **sinks
+            )
         return out.transpose(0, 1).flatten(2)
 
 
@@ -159,6 +168,7 @@ class LatentAttention(MegatronModule):
             attn_mask_type=AttnMaskType.causal,
             attention_type="self",
             softmax_scale=config.softmax_scale,
+            pg_collection=pg_collection,
         )
         self.linear_proj = build_module(
             submodules.row,

@@ -105,7 +105,7 @@ class GatedActivation(MegatronModule):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         assert config.kernels is not None
-        self.kernel = getattr(config.kernels, config.activation)
+        self.kernel = partial(getattr(config.kernels, config.activation), **dict(config.activation_options))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., 2 N), the gate first -> (..., N)."""

@@ -8,6 +8,7 @@ experts are dealt to ranks as well.
 Letters: S sequence, B batch, T tokens, E experts, K experts a token, H hidden size, F width of an expert.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self.choice, self.is_wide = config.choice, config.router_is_wide
         self.kernel = config.kernels.routing
+        if config.router_is_biased:
+            self.bias = nn.Parameter(torch.empty(config.num_moe_experts, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]  read by megatron-core
         if config.router_has_bias:
             del self.expert_bias  # None: megatron-core's own comes with its updates, which nobody has asked for
             # float32 beside a model in bfloat16: it is a sum of many small steps. It stands in checkpoints.
@@ -40,7 +44,8 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002
         """Logits (S, B, E) of input (S, B, H)."""
         if not self.is_wide:
-            return functional.linear(input, self.weight)
+            return functional.linear(input, self.weight, self.bias)
+        assert self.bias is None
         return functional.linear(input.float(), self.weight.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,6 +57,23 @@ class Router(TopKRouter):
         return whole, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 
+class Stack(nn.Module):
+    """A linear layer of each expert of this rank."""
+
+    def __init__(self, experts: int, columns: int, rows: int, *, bias: bool, config: Any) -> None:
+        super().__init__()
+        self.weight = _of_experts(experts, rows, columns, dtype=config.params_dtype)
+        self.bias = _of_experts(experts, rows, dtype=config.params_dtype) if bias else None
+        self.kernel = config.kernels.grouped_linear
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x (T, columns), sorted by expert, counts (E of this rank,) -> (T, rows)."""
+        out = self.kernel(x, self.weight, counts)
+        if self.bias is None:
+            return out
+        return out + self.bias.repeat_interleave(counts.to(self.bias.device), dim=0, output_size=len(x))
+
+
 class Experts(MegatronModule):
     """The experts of this rank, their weights stacked: each product is one grouped one.
 
@@ -60,33 +82,30 @@ class Experts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: Any, *, pg_collection: ProcessGroupCollection, **_: Any) -> None:
         super().__init__(config)
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
-        self.fc1 = _expert_weight(num_local_experts, 2 * width, hidden, config.params_dtype)
-        self.fc2 = _expert_weight(num_local_experts, hidden, width, config.params_dtype)
-        self.activation = getattr(config.kernels, config.activation)
-        self.grouped_linear = config.kernels.grouped_linear
+        hidden, width, bias = config.hidden_size, config.moe_ffn_hidden_size, config.experts_are_biased
+        self.fc1 = Stack(num_local_experts, hidden, 2 * width, bias=bias, config=config)
+        self.fc2 = Stack(num_local_experts, width, hidden, bias=bias, config=config)
+        self.activation = partial(getattr(config.kernels, config.activation), **dict(config.activation_options))
         self.expert_group, self.copies = pg_collection.ep, pg_collection.expt_dp
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """x (T, H), sorted by expert; tokens_per_expert (E of this rank,); weights (T,) -> (T, H) and no bias."""
-        inner = self.activation(self.grouped_linear(x, self.fc1, tokens_per_expert))
-        inner = (inner * weights[:, None]).to(x.dtype)
-        return self.grouped_linear(inner, self.fc2, tokens_per_expert), None
+        inner = self.activation(self.fc1(x, tokens_per_expert))
+        if self.fc2.bias is not None:  # which is weighed, too
+            return (self.fc2(inner, tokens_per_expert) * weights[:, None]).to(x.dtype), None
+        return self.fc2((inner * weights[:, None]).to(x.dtype), tokens_per_expert), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Each weight as a part of the stack of all experts."""
+        """Each parameter as a part of the stack of all experts."""
         assert not sharded_offsets
         part = (0, self.expert_group.rank(), self.expert_group.size())
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.linear_{name}.weight",
-                parameter.data,
-                part,
-                replica_id=(0, 0, self.copies.rank()),
+                f"{prefix}experts.linear_{name}", parameter.data, part, replica_id=(0, 0, self.copies.rank())
             )
-            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
+            for name, parameter in self.named_parameters()
         }
 
 
@@ -107,9 +126,8 @@ def moe(provider: BackendSpecProvider, linear: Any) -> ModuleSpec:
     )
 
 
-def _expert_weight(*shape: Any) -> nn.Parameter:
-    *sizes, dtype = shape
-    weight = nn.Parameter(torch.empty(sizes, dtype=dtype))
+def _of_experts(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    weight = nn.Parameter(torch.empty(shape, dtype=dtype))
     # Its gradient is summed over all ranks that hold the same experts, tensor ranks among them: each saw other tokens.
     # megatron-core sets this only where experts are dealt to ranks, and else sums over data ranks alone.
     weight.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  read by megatron-core
