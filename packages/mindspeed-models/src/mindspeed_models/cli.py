@@ -3,8 +3,10 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
+from mindspeed_runtime.cli import NewFile
 
 
 @click.command("plan")
@@ -43,6 +45,64 @@ def plan_command(recipe: Path, nproc: int, overrides: tuple[str, ...], as_json: 
     console = Console()
     console.print(table)
     console.print(f"{plan.microbatches} micro-batches a step on each of {plan.data_size} data ranks")
+
+
+@click.command("models")
+@click.option("--family", help="Only models of this family.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: everything that the catalog has of each model.")
+def models_command(family: str | None, as_json: bool) -> None:
+    """List the named models of the catalog, with published and computed sizes."""
+    from .catalog import catalog
+    from .errors import ModelError
+    from .families import describe
+    from .plan import num_parameters
+
+    found = [model for model in catalog().values() if family in (None, model.family)]
+    if not found:
+        known = ", ".join(sorted({model.family for model in catalog().values()}))
+        raise ModelError(f"--family {family}: the catalog has no model of it; there are {known}")
+    counts = {model.name: num_parameters(describe(model.config)[1]) for model in found}
+    if as_json:
+        rows = [{**dataclasses.asdict(m), "config_source": m.config_source, "computed": counts[m.name]} for m in found]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("model", "family", "parameters", "computed", "context"):
+        table.add_column(name, justify="left" if name in ("model", "family") else "right", no_wrap=True)
+    for model in found:
+        size = f"{counts[model.name] / 1e9:,.3f}B"
+        table.add_row(model.name, model.family, model.parameters, size, f"{model.context:,}")
+    console = Console()
+    console.print(table)
+    console.print(f"{len(found)} models")
+
+
+@click.command("recipe")
+@click.argument("name")
+@click.option(
+    "--stage", default="sft", show_default=True, type=click.Choice(["pretrain", "sft"]), help="What is trained."
+)
+@click.option("--devices", required=True, type=click.IntRange(min=1), help="Devices in all, one process each.")
+@click.option("--memory", "memory_gib", required=True, type=click.FloatRange(min=0.1), help="GiB of each device.")
+@click.option("--out", type=NewFile(), help="Write the recipe here instead of printing it.")
+def recipe_command(
+    name: str, stage: Literal["pretrain", "sft"], devices: int, memory_gib: float, out: Path | None
+) -> None:
+    """Write a complete recipe for the model NAME of the catalog, in a layout that fits."""
+    from .catalog import named
+    from .recipes import fit, write
+
+    model = named(name)
+    found = fit(model, stage=stage, devices=devices, memory_gib=memory_gib)
+    text = write(model, found, devices=devices, memory_gib=memory_gib)
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text)
 
 
 def _mib(size: int) -> str:

@@ -57,10 +57,26 @@ def make_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> Plan:
     data_size = num_ranks // (parallel.tensor * parallel.pipeline)
     ranks = tuple(_rank_plan(recipe, arch, rank, data_size) for rank in range(num_ranks))
     microbatches = recipe.training.global_batch // (recipe.training.micro_batch * data_size)
+    return Plan(ranks=ranks, model_parameters=num_parameters(arch), data_size=data_size, microbatches=microbatches)
+
+
+def heaviest_rank(recipe: Recipe, arch: Arch, num_ranks: int) -> RankPlan:
+    """The rank that holds most. ConfigError for what does not fit.
+
+    Tensor and data ranks of a stage hold the same but for padding, so one of each stage is looked at.
+    """
+    check_plan(recipe, arch, num_ranks)
+    data_size = num_ranks // (recipe.parallel.tensor * recipe.parallel.pipeline)
+    firsts = range(0, num_ranks, num_ranks // recipe.parallel.pipeline)
+    plans = (_rank_plan(recipe, arch, rank, data_size) for rank in firsts)
+    return max(plans, key=lambda plan: plan.total_bytes)
+
+
+def num_parameters(arch: Arch) -> int:
+    """How many weights the model has; tied ones count once."""
     layers = tuple(range(arch.num_layers))
     shapes = [*_shapes(arch, 1, layers, first=True, last=True), *_expert_shapes(arch, 1, layers)]
-    whole = sum(math.prod(shape) for shape in shapes)
-    return Plan(ranks=ranks, model_parameters=whole, data_size=data_size, microbatches=microbatches)
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
@@ -68,17 +84,17 @@ def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
     parallel = recipe.parallel
     if parallel.context > 1:
         raise ConfigError(f"parallel.context={parallel.context}: not supported for family {arch.family}; use 1")
-    tensor, cut = parallel.tensor, _cut_sizes(arch)
+    tensor, cut = parallel.tensor, cut_sizes(arch)
     for name, size in cut.items():
         if size % tensor:
-            good = ", ".join(map(str, _divisors(math.gcd(*cut.values()))))
+            good = ", ".join(map(str, divisors(math.gcd(*cut.values()))))
             raise ConfigError(f"parallel.tensor={tensor}: {size} {name} do not divide by it; use one of {good}")
     _check_experts(recipe, arch, num_ranks // parallel.pipeline)
     chunks = parallel.pipeline * recipe.megatron.virtual
     layers = recipe.megatron.layers
     if layers is None:
         if arch.num_layers % chunks:
-            good = [n for n in _divisors(arch.num_layers) if n % recipe.megatron.virtual == 0]
+            good = [n for n in divisors(arch.num_layers) if n % recipe.megatron.virtual == 0]
             stages = ", ".join(str(n // recipe.megatron.virtual) for n in good)
             raise ConfigError(
                 f"parallel.pipeline={parallel.pipeline}: {arch.num_layers} layers do not divide into {chunks} chunks "
@@ -93,7 +109,7 @@ def check_plan(recipe: Recipe, arch: Arch, num_ranks: int) -> None:
         raise ConfigError(f"megatron.layers: add up to {sum(layers)}, the model has {arch.num_layers} layers")
 
 
-def _cut_sizes(arch: Arch) -> dict[str, int]:
+def cut_sizes(arch: Arch) -> dict[str, int]:
     """What tensor ranks share out."""
     sizes: dict[str, int] = {}
     if arch.attention_layers:
@@ -123,7 +139,7 @@ def _check_experts(recipe: Recipe, arch: Arch, stage: int) -> None:
         )
     for what, size in (("experts", arch.moe.num_experts), ("ranks of a pipeline stage", stage)):
         if size % expert:
-            good = ", ".join(map(str, _divisors(math.gcd(arch.moe.num_experts, stage))))
+            good = ", ".join(map(str, divisors(math.gcd(arch.moe.num_experts, stage))))
             raise ConfigError(f"parallel.expert={expert}: {size} {what} do not divide by it; use one of {good}")
 
 
@@ -333,5 +349,6 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
     return [n for n in range(1, number + 1) if number % n == 0]
